@@ -1,7 +1,7 @@
-"""Every error that a user can cause, each with the exit code that the command line gives it.
+"""All errors that a user can cause, each with the exit code that the command line gives it.
 
-A message is one sentence or two: what was wrong, where (file, row, key), what to do. Our own mistakes are
-`AssertionError`s and end with exit code 1 and a traceback. What the operating system refuses becomes an error
+A message is one sentence or two: the fault, its place (file, row, key), and the way out. Our own mistakes are
+`AssertionError`s and end with exit code 1 and a traceback. A refusal of the operating system becomes an error
 of ours in `os_errors`, at the operation, which knows the path.
 """
 
@@ -18,16 +18,16 @@ _PLACE = re.compile(r"^\[enforce fail at [^\]]*\][^.]*\. ")
 _SMALLER = "close what else takes memory, or use a smaller model, shorter sequences or fewer rows at a time"
 
 _NUMBER = re.compile(r"\(os error ([0-9]+)\)|: [^:]+ \(([0-9]+)\)$")
-"""Of an error of the system, in the words of Rust and of torch."""
+"""The number of an error of the system, in the words of Rust and of torch."""
 
 
 class MegatrainError(Exception):
-    """Base of every error that a user can cause."""
+    """The base of every error that a user can cause."""
 
     exit_code = 2
 
     is_told = False
-    """Another process of the run says it: one sentence is enough."""
+    """Whether another process of the run reports it, since one sentence is enough."""
 
 
 class ConfigError(MegatrainError):
@@ -59,13 +59,13 @@ class DataError(MegatrainError):
 
 
 class TornStateError(MegatrainError):
-    """State of which some parameters have had an update that others have not: an operation has failed."""
+    """An operation has failed, and some parameters of the state have had an update that others have not."""
 
     exit_code = 6
 
     @classmethod
     def after(cls, first: BaseException, way_out: str) -> TornStateError:
-        """Say what has failed first, and what to do; an error of the user's keeps its exit code."""
+        """Return the error that says what failed first and what to do; a user's error keeps its exit code."""
         if exhausted_memory(first) is not None:
             first = as_ours(first) or first
         is_ours = isinstance(first, MegatrainError)
@@ -98,7 +98,7 @@ class DivergedError(MegatrainError):
 
 
 def is_text(given: str) -> bool:
-    """Whether a string can be written as UTF-8; Python hides bytes that are none in what it is given."""
+    """Return whether a string can be written as UTF-8; Python hides bytes that cannot in its arguments."""
     try:
         given.encode()
     except UnicodeEncodeError:
@@ -107,7 +107,7 @@ def is_text(given: str) -> bool:
 
 
 def os_error_of(error: BaseException) -> OSError | None:
-    """Return the error of the operating system that is behind another one; None: there is none.
+    """Return the error of the operating system that is behind another one; None if there is none.
 
     safetensors and tokenizers raise classes of their own, with `(os error 28)` in the text, and torch a
     RuntimeError that ends with the system's words; transformers puts an error without a number before the one
@@ -133,7 +133,7 @@ def first_line(error: BaseException) -> str:
 
 
 def exhausted_memory(error: BaseException) -> str | None:
-    """Return which memory an error says is used up, `host` or `device`; None: it says something else.
+    """Return the memory that an error reports as used up, `host` or `device`; None for any other error.
 
     Python, numpy and torch each have an error of their own for it, and torch's for the host is a RuntimeError
     that has it in its text.
@@ -148,9 +148,9 @@ def exhausted_memory(error: BaseException) -> str | None:
 
 
 def as_ours(error: BaseException) -> MegatrainError | None:
-    """Return an error as one of ours, to be told in its sentence; None: nobody foresaw it.
+    """Return an error as one of ours, which is shown as its sentence; None if it was not foreseen.
 
-    Where files could not be closed after an error of ours either, that one is the one to tell.
+    Where files could not be closed after an error of ours either, that error is returned.
     """
     if isinstance(error, MegatrainError):
         return error
@@ -167,9 +167,9 @@ def as_ours(error: BaseException) -> MegatrainError | None:
 
 
 def os_error_behind(error: BaseException, path: str | os.PathLike[str]) -> OSError | None:
-    """Return the system's error behind one of a library that reads a directory; None: there is none.
+    """Return the system's error behind one of a library that reads a directory; None if there is none.
 
-    To some libraries, what they may not look at is not there; so the directory is looked at here.
+    Some libraries report an unreadable file as missing, so the directory is looked at here.
     """
     found = os_error_of(error)
     if found is not None and found.errno not in (None, errno.ENOENT):
@@ -184,7 +184,7 @@ def os_error_behind(error: BaseException, path: str | os.PathLike[str]) -> OSErr
 
 
 def os_sentence(action: str, path: object, error: OSError) -> str:
-    """Say what could not be done to a path, why, and what to do."""
+    """Return the sentence about a failed action on a path, with the reason and the way out."""
     cause = error.strerror or " ".join(str(error).split()) or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         advice = "free some space there, or write to another directory"

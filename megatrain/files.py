@@ -1,10 +1,10 @@
-"""Change files so that what was written is there after a crash, or nothing is; for this user only.
+"""Changes of files that are there after a crash or are not there at all, for this user only.
 
 Every call into the operating system that changes a file or reads a checkpoint back goes through `system`, one
 object with one method per call. Tests put an object there that records, fails or dies at the n-th call; code
-that went around it would not be tested by them. What must stay true: an `OSError` never leaves this file from
-a function that writes; it becomes an `OutputError` that names the path and cause. No file is opened through a
-link, and one that is opened for writing has mode 0600, a private directory 0700, whatever the umask.
+that went around it would not be tested by them. An `OSError` never leaves this file from a function that
+writes: it becomes an `OutputError` that names the path and cause. No file is opened through a link, and one
+that is opened for writing has mode 0600, a private directory 0700, whatever the umask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PRIVATE_FILE = 0o600
 PRIVATE_DIRECTORY = 0o700
 _TEMPORARY = ".tmp-"
-_PIECE_BYTES = 8 * 2**20  # of one read or write call: a signal is answered soon, and no buffer is large
+_PIECE_BYTES = 8 * 2**20  # per read or write call: a signal is answered soon, and no buffer is large
 
 
 class FileCalls:
@@ -45,7 +45,7 @@ class FileCalls:
         os.fchmod(descriptor, mode)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write some of `data`; return how many bytes."""
+        """Write some of `data`; return the number of written bytes."""
         return os.write(descriptor, data)
 
     def read(self, descriptor: int, num_bytes: int) -> bytes:
@@ -82,14 +82,14 @@ class FileCalls:
 
 
 system = FileCalls()
-"""What every function here calls; tests put another object in its place."""
+"""The calls that every function here uses; tests put another object in its place."""
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory, for this user only, and the parents that it lacks, each durable before the next.
+    """Make a directory for this user only, with missing parents, each durable before the next.
 
     Raises:
-        OutputError: One cannot be made, or is a file.
+        OutputError: A directory cannot be made, or is a file.
     """
     with os_errors("make the directory", path):
         missing = [level for level in (path, *path.parents) if not level.exists()]
@@ -107,11 +107,11 @@ def make_private_directory(path: Path) -> None:
     """Make a directory that was not there, for this user only.
 
     Raises:
-        OutputError: It cannot be made, or something has that name.
+        OutputError: The directory cannot be made, or something has that name.
     """
     with os_errors("make the directory", path):
         system.mkdir(path, PRIVATE_DIRECTORY)
-        if stat.S_IMODE(path.lstat().st_mode) != PRIVATE_DIRECTORY:  # the umask took of it
+        if stat.S_IMODE(path.lstat().st_mode) != PRIVATE_DIRECTORY:  # the umask may have removed bits
             path.chmod(PRIVATE_DIRECTORY)
 
 
@@ -119,7 +119,7 @@ def write_bytes_durably(path: Path, data: bytes) -> None:
     """Put `data` into a file, new or old; a crash leaves the file as it was or as it should be.
 
     Raises:
-        OutputError: The file cannot be written; what was there is still there.
+        OutputError: The file cannot be written; its old content is still there.
     """
     with replacing(path) as descriptor:
         write_all(descriptor, memoryview(data), path)
@@ -129,7 +129,7 @@ def copy_file_durably(source: Path, target: Path) -> None:
     """Copy a file to another directory; durable and all or nothing.
 
     Raises:
-        OutputError: It cannot be read or written; what was there is still there.
+        OutputError: The file cannot be read or written; the old target is still there.
     """
     with replacing(target) as descriptor, os_errors("read", source), opened(source, os.O_RDONLY) as original:
         while piece := system.read(original, _PIECE_BYTES):
@@ -137,11 +137,11 @@ def copy_file_durably(source: Path, target: Path) -> None:
 
 
 def seal_tree(path: Path) -> list[str]:
-    """Make what is in a directory durable and private, by whomever it was written; return its files' names.
+    """Make the content of a directory durable and private, whoever wrote it; return its files' names.
 
     Raises:
-        OutputError: Something cannot be, or is neither a file nor a directory; nothing there must be trusted,
-            and trying again would not tell the truth.
+        OutputError: Something cannot be made so, or is neither a file nor a directory. Nothing there may be
+            trusted then, and another try could wrongly succeed.
     """
     with os_errors("write", path):
         names, directories = list_tree(path)
@@ -149,7 +149,7 @@ def seal_tree(path: Path) -> list[str]:
         with os_errors("write", path / name), opened(path / name, os.O_RDONLY) as descriptor:
             _restrict(descriptor, PRIVATE_FILE, path / name)
             system.fsync(descriptor)
-    for name in [*reversed(directories), "."]:  # inner ones sort after the ones that they are in
+    for name in [*reversed(directories), "."]:  # inner directories sort after their parents
         _restrict_directory(path / name)
         fsync_directory(path / name)
     return names
@@ -159,7 +159,7 @@ def fsync_directory(path: Path) -> None:
     """Wait until the names in a directory are on the disk.
 
     Raises:
-        OutputError: They cannot be.
+        OutputError: The names cannot be written.
     """
     with (
         os_errors("write the directory", path),
@@ -177,14 +177,14 @@ def rename(source: Path, target: Path) -> None:
     """Give a file or directory another name, atomically; durable once the parent directory has been fsynced.
 
     Raises:
-        OutputError: It cannot be renamed, and has its old name.
+        OutputError: The file or directory cannot be renamed, and has its old name.
     """
     with os_errors(f"rename {source.name} to", target):
         system.rename(source, target)
 
 
 def remove_tree(path: Path, *, first: str) -> None:
-    """Remove a directory and what is in it, beginning with the file named `first` if it is there.
+    """Remove a directory with its content, beginning with the file named `first` if it is there.
 
     Raises:
         OutputError: Something cannot be removed.
@@ -194,7 +194,7 @@ def remove_tree(path: Path, *, first: str) -> None:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if os.path.lexists(path / first):
             system.unlink(path / first)
-            fsync_directory(path)  # from here on, whatever else is left cannot be taken for whole
+            fsync_directory(path)  # from here on, the rest cannot be taken for whole
         for parent, directories, names in os.walk(path, topdown=False, onerror=_raise):
             for name in names:
                 system.unlink(Path(parent, name))
@@ -245,8 +245,8 @@ def open_safetensors(path: Path) -> Any:
     """Open a safetensors file for reading; its tensors are views of a mapping of it.
 
     Raises:
-        OSError: It cannot be opened, whatever class and words the package has for that.
-        SafetensorError: It is not a whole safetensors file.
+        OSError: The file cannot be opened, whatever class and words the package has for that.
+        SafetensorError: The file is no whole safetensors file.
     """
     from safetensors import safe_open
 
@@ -283,7 +283,7 @@ def read_digests(path: Path, chunk_bytes: int) -> Iterator[tuple[int, str]]:
 
 
 def temporary_of(name: str) -> str | None:
-    """Return the name that a temporary file was to get; None: `replacing` has made no such file."""
+    """Return the final name of a temporary file; None if `replacing` has made no such file."""
     final, found, token = name.rpartition(_TEMPORARY)
     is_ours = found and final[:1] == "." and len(token) == 8 and set(token) <= set("0123456789abcdef")
     return final[1:] if is_ours else None
@@ -304,7 +304,7 @@ def replacing(path: Path) -> Iterator[int]:
     """Open a new file for the body to write; then make it durable and give it the name `path`.
 
     Raises:
-        OutputError: It cannot be written; what was there is still there.
+        OutputError: The file cannot be written; its old content is still there.
     """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}{secrets.token_hex(4)}")
     with os_errors("write", path):
@@ -331,10 +331,10 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
     """Write all of `data` to an open file.
 
     Raises:
-        OutputError: It cannot be written; a part of it may be.
+        OutputError: The data cannot be written; a part of them may be.
     """
     with os_errors("write", path):
-        while len(data):  # a disk may take a part of a write, and say why only at the next one
+        while len(data):  # a disk may take a part of a write, and report the reason only at the next one
             data = data[system.write(descriptor, data[:_PIECE_BYTES]) :]
 
 
@@ -342,7 +342,7 @@ def open_to_append(path: Path) -> int:
     """Open a file, new or old and no link, to read it and to append to it.
 
     Raises:
-        OutputError: It cannot be opened.
+        OutputError: The file cannot be opened.
     """
     with os_errors("write", path):
         descriptor = system.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -358,7 +358,7 @@ def open_to_append(path: Path) -> int:
 
 
 def _restrict(descriptor: int, mode: int, path: Path) -> None:
-    """Give a file its permissions, where they are others: the umask, or a user, may have changed them."""
+    """Set a file's permissions where they differ, since the umask or a user may have changed them."""
     if stat.S_IMODE(os.fstat(descriptor).st_mode) == mode:
         return
     try:

@@ -1,8 +1,7 @@
-"""Names on the Hugging Face hub: what may be one, and asking for it without waiting long.
+"""Names on the Hugging Face hub: the form of a name, and requests that do not wait long.
 
-A path that somebody has mistyped is no name of the hub, and nobody is asked for it. For a name the hub is
-tried once. Where it does not answer, libraries are told to look into their caches alone, since each would go
-on trying for half a minute.
+A mistyped path is no name of the hub, and is never requested. For a name the hub is tried once. If it does
+not answer, libraries are told to use only their caches, since each would go on trying for half a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def may_be_on_hub(name: str | Path) -> bool:
-    """Tell what the hub may be asked for from what can only be meant as a path.
+    """Return whether the hub may be asked for a name, which is not so if it can only be a path.
 
     A name is `name` or `org/name`, with nothing of that name here, and with no directory `org`.
     """
@@ -33,21 +32,21 @@ def may_be_on_hub(name: str | Path) -> bool:
 
 
 def no_directory(name: str | Path) -> str:
-    """Say that a path is no model directory, and that the hub has no such name."""
+    """Return the sentence that a path is no model directory, and that the hub has no such name."""
     return f"{name} is not a directory; give a model directory or a hub id such as org/name"
 
 
 @contextmanager
 def asking_hub(name: str, what: str, kind: type[MegatrainError] = ModelError) -> Iterator[None]:
-    """Let a library ask the hub for something; where that does not answer, its cache alone.
+    """Let a library ask the hub for something, or only its cache where the hub does not answer.
 
     Args:
-        name: What is asked for.
-        what: What of it, in the words of a sentence: `its tokenizer`.
-        kind: Of the error.
+        name: The name of the repository.
+        what: The wanted part of it, in the words of a sentence: `its tokenizer`.
+        kind: The class of the error.
 
     Raises:
-        MegatrainError: Of `kind`: it is not there, or the hub was not reached.
+        MegatrainError: An error of `kind`: the part is not there, or the hub was not reached.
     """
     from huggingface_hub import constants
 
@@ -76,7 +75,7 @@ def asking_hub(name: str, what: str, kind: type[MegatrainError] = ModelError) ->
 
 @cache
 def is_hub_reached() -> bool:
-    """Whether the hub, or what stands for it, answers within five seconds; it is asked once per process."""
+    """Return whether the hub, or its stand-in, answers within five seconds; it is asked once per process."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -85,11 +84,11 @@ def is_hub_reached() -> bool:
     def ask() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=_WAIT_S)
-        except Exception:  # of whatever class: it was not reached
+        except Exception:  # any error means that it was not reached
             return
         answered.set()
 
-    # in a thread, since a name that nobody resolves has no time limit
+    # It runs in a thread, since the resolution of a name has no time limit.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_WAIT_S)

@@ -1,4 +1,4 @@
-"""The command line: `main` runs it; `app` has the commands, a file for each group of them."""
+"""The command line: `main` runs it, and `app` has the commands, a file for each group of them."""
 
 from megatrain.cli.commands import app, main, read_settings
 

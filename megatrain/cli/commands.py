@@ -45,7 +45,7 @@ app = typer.Typer(
     help="Train Hugging Face language models exactly, with all state in host memory, streamed to the device.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # plain text: the same in a terminal, a file and a test
+    rich_markup_mode=None,  # plain text is the same in a terminal, a file and a test
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -53,10 +53,10 @@ _debug = False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with the code that its outcome has.
+    """Run the command line and exit with the code of its outcome.
 
-    typer ends usage errors with 2 and Ctrl-C with 130; an error that nobody foresaw keeps its traceback. One
-    of the operating system, from a place without `os_errors`, is said in a sentence here.
+    typer ends usage errors with 2 and Ctrl-C with 130; an unforeseen error keeps its traceback. An error of
+    the operating system from a place without `os_errors` is reported in a sentence here.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"error: {ours}", file=sys.stderr)
         tell_launcher(str(ours))
         if ours.exit_code == RankError.exit_code:
-            # Python's own end would take its time, and wait for whatever talks to ranks that are lost
+            # Python's own exit would take its time, and wait for threads that talk to lost ranks.
             sys.stdout.flush()
             os._exit(ours.exit_code)
         sys.exit(ours.exit_code)
@@ -182,7 +182,7 @@ def train(
     raw, source = combine_settings(arguments or [], given)
     config = build_config(raw, source=source or "command line")
     _check_options(plan_only, dry_run, {"--machine": machine, "--ram": ram})
-    if plan_only or not Path(config.out, "config.yaml").exists():  # one that is done needs its data no more
+    if plan_only or not Path(config.out, "config.yaml").exists():  # a finished run needs its data no more
         from megatrain.data.read.files import check_path
 
         for each in config.data.sources:
@@ -225,10 +225,10 @@ def train(
 
 
 def _check_options(plan_only: bool, dry_run: bool, options: Mapping[str, object]) -> None:
-    """Refuse options that say nothing without --plan-only, and --dry-run beside it.
+    """Refuse options that mean nothing without --plan-only, and --dry-run beside it.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such an option.
     """
     given = [name for name, value in options.items() if value]
     if given and not plan_only:
@@ -243,7 +243,7 @@ def _print_own_plan(
     config: Config,
     machine: HardwareSpec | OwnMachine,
 ) -> NoReturn:
-    """Print the plan of a run, which may go on from a checkpoint or its drives, and end with its code."""
+    """Print the plan of a run, which may resume from a checkpoint or its drives, and end with its code."""
     with showing("plan") as doing:
         with importing():
             from megatrain.config import set_keys

@@ -9,7 +9,7 @@ import typer
 
 
 def add_to(app: typer.Typer) -> None:
-    """Give the command line these commands."""
+    """Add these commands to the command line."""
     app.command("import")(import_)
     app.command()(recipe)
 

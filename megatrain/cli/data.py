@@ -1,4 +1,4 @@
-"""Commands for data: what is in it, and to prepare it."""
+"""Commands for data: `inspect` shows it, `prepare` tokenises and packs it, `clean` removes prepared data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Data = Annotated[
 
 
 def add_to(app: typer.Typer) -> None:
-    """Give the command line these commands."""
+    """Add these commands to the command line."""
     app.add_typer(data, name="data")
 
 
@@ -120,6 +120,6 @@ def data_clean(
 
 
 def _print_sets(sets: Mapping[str, Sequence[str]]) -> None:
-    """Print lines by set: first what is trained on, then what is evaluated on, by its name."""
+    """Print lines by set: first the training data, then the evaluation sets by their names."""
     for name, lines in sets.items():
         print("\n".join([*([f"\n{name}:"] if name != "train" else []), *lines]))

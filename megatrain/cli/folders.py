@@ -1,4 +1,4 @@
-"""Where commands keep what they have measured, counted and prepared."""
+"""The folders in which commands keep measurements, counts and prepared data."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 
 def measured_file() -> Path:
-    """Return where `doctor --bench` keeps its rates, for `plan` and the engine."""
+    """Return the file in which `doctor --bench` keeps its rates, for `plan` and the engine."""
     return cache_folder() / "machine.json"
 
 
 def counts_folder() -> Path:
-    """Return where counts of models are kept, for `plan` and `train`."""
+    """Return the folder in which counts of models are kept, for `plan` and `train`."""
     return cache_folder() / "counts"
 
 
 def prepared_folder() -> Path:
-    """Return where prepared data is kept, for `data prepare` and `train`."""
+    """Return the folder in which prepared data is kept, for `data prepare` and `train`."""
     return cache_folder() / "data"
 
 
 def cache_folder() -> Path:
-    """Return where what was measured and counted is kept."""
+    """Return the folder in which measurements and counts are kept."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "megatrain"

@@ -1,4 +1,4 @@
-"""Help of commands that take settings, and what a wrong option could have meant."""
+"""Help of commands that take settings, with suggestions for wrong options."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MOST_USED = (
     "checkpoint.every",
     "log.to",
 )
-"""Keys that the short help shows, beside those that have options."""
+"""The keys that the short help shows, beside those that have options."""
 
 _WIDTH = 110
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""click's, which some versions of typer bring along under another name."""
+"""The base of click's usage errors, which some versions of typer bring along under another name."""
 
 
 _MEANT = {
@@ -56,11 +56,11 @@ _MEANT = {
     "validate": "train ... --plan-only",
     "webui": "ui",
 }
-"""Commands of other tools, and what does that here."""
+"""The commands of other tools, and the commands here that do the same."""
 
 
 def _instead_of(name: str) -> str | None:
-    """Return what does here what a command of another tool does; an objective is one too."""
+    """Return the command here that does what another tool's command does; names of objectives count too."""
     from megatrain.objective.registry import DEFAULT, OBJECTIVES
 
     if name in OBJECTIVES:
@@ -69,7 +69,7 @@ def _instead_of(name: str) -> str | None:
 
 
 class Commands(TyperGroup):
-    """The commands; of one that there is not, it says which one was meant."""
+    """The group of commands, which suggests a command for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the arguments begin with."""
@@ -85,7 +85,7 @@ class SettingsCommand(TyperCommand):
     """A command whose arguments are settings."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; of an option that there is not, say which setting it could be."""
+        """Read the arguments; for an unknown option, suggest the setting that it could be."""
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:
@@ -130,7 +130,7 @@ def _whole_list() -> Iterator[str]:
 
 
 def _meant(wrong: str, options: set[str]) -> str:
-    """Say what an option could have meant: another option, or a setting, which is written without dashes."""
+    """Return what an option could have meant: another option, or a setting, which has no dashes."""
     from difflib import get_close_matches
 
     from megatrain.config.keys import suggested_key

@@ -1,4 +1,4 @@
-"""Imports of torch and transformers, without looking for garbage among what they make."""
+"""Imports of torch and transformers without garbage collection of the objects that they make."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage while torch is imported inside, with what needs it, and never look at it later.
+    """Collect no garbage during the imports inside, and exclude their objects from later collections.
 
     Modules stay until the process ends, and each collection that passes all of them costs a tenth of a
-    second: these were a sixth of the CPU seconds that a run takes to its first step.
+    second. These were a sixth of the CPU seconds that a run takes to its first step.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -1,4 +1,4 @@
-"""What the command line writes to standard error: the log, and what takes a while."""
+"""The output of the command line on standard error: the log, and notes on slow operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever standard error is now: a progress bar replaces it while it is on the screen."""
+    """Writes to the present standard error, since a progress bar replaces it while it is on the screen."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -23,17 +23,17 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def log_to_stderr() -> None:
-    """Show what the library logs on standard error, from information on."""
+    """Show the library's log on standard error, from information on."""
     logger = logging.getLogger("megatrain")
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.addHandler(_StderrHandler())
     logger.setLevel(logging.INFO)
-    # A hub that is away is said in our sentence: its client's lines for each try say less.
+    # One sentence of ours reports a hub that is away; its client's lines for each try say less.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
 
 
 def showing(name: str) -> Doing:
-    """Say on standard error what a command does, if it takes a while; of several ranks the first one does."""
+    """Report on standard error what a slow command does; of several ranks the first one reports."""
     from megatrain.train.screen.doing import Doing
 
     is_first = os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""The machine that a command plans for: a named one, or this one, with what options change of it."""
+"""The machine that a command plans for: a named one, or this one, changed by options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def measure() -> Callable[[], HardwareSpec] | None:
-    """Return how this machine is measured: on a CPU only what `doctor --bench` has kept is worth the time."""
+    """Return the function that measures this machine; a CPU has only what `doctor --bench` has kept."""
     from megatrain.hardware.accelerators import accelerator
 
     if accelerator() is None and not measured_file().exists():
@@ -35,17 +35,17 @@ def planned_machine(
     gpus: int | None = None,
     nodes: int | None = None,
 ) -> HardwareSpec | OwnMachine:
-    """Return a named machine, or this one as a run on it finds it, with what options say of it.
+    """Return a named machine, or this one as a run on it finds it, changed by options.
 
     Args:
-        name: A bundled machine or a machine file; None: this one.
-        ram: Its host memory, such as `64GiB`.
-        nvme: Free space on its drives; `0`: none.
-        gpus: Of each node; None: all.
-        nodes: Machines like it.
+        name: The name of a bundled machine or a machine file; None means this one.
+        ram: The host memory of the machine, such as `64GiB`.
+        nvme: The free space on its drives; `0` means none.
+        gpus: The number of GPUs of each node; None means all.
+        nodes: The number of machines like it.
 
     Raises:
-        ConfigError: There is no such machine, or an option that is no size.
+        ConfigError: There is no such machine, or an option is no size.
     """
     from megatrain.config.sizes import parse_bytes
     from megatrain.hardware import load_machine

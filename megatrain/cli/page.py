@@ -1,4 +1,4 @@
-"""Writes `docs/cli.md` from the commands themselves."""
+"""The generator of `docs/cli.md` from the commands themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cli_page() -> str:
 
 
 def _commands(command: object, context: object) -> Iterator[tuple[str, str]]:
-    """Yield the name and the help of each command, groups taken apart."""
+    """Yield the name and the help of each command, with groups taken apart."""
     for name in command.list_commands(context):  # type: ignore[attr-defined]
         inner = command.get_command(context, name)  # type: ignore[attr-defined]
         below = inner.context_class(

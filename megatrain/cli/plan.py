@@ -1,4 +1,4 @@
-"""The command `plan`: what a run needs of a machine, before there is either."""
+"""The command `plan`: the needs of a run on a machine, before there is either."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_to(app: typer.Typer) -> None:
-    """Give the command line this command."""
+    """Add this command to the command line."""
     app.command(cls=SettingsCommand)(plan)
 
 
@@ -123,11 +123,11 @@ def print_plan(
     """Plan a run, print the plan, and end with the code of its verdict.
 
     Args:
-        raw: Settings as nested keys.
-        machine: To plan for.
-        progress: Is told what takes time, before it begins.
-        shown: Further arguments of `report`.
-        asked: Further arguments of `plan_run`.
+        raw: The settings as nested keys.
+        machine: The machine to plan for.
+        progress: The function that is told of each slow operation before it begins.
+        shown: The further arguments of `report`.
+        asked: The further arguments of `plan_run`.
     """
     from megatrain.train.planning.plan_report import report
     from megatrain.train.planning.plan_run import plan_run

@@ -1,4 +1,4 @@
-"""The option `--ranks` of `megatrain train`, and what torchrun says in the environment."""
+"""The option `--ranks` of `megatrain train`, and torchrun's variables in the environment."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def leave_out_stacks() -> None:
-    """Let torch's C++ keep to itself the stack of every read from a rank or launcher that has ended.
+    """Stop torch's C++ from printing the stack of every read from a rank or launcher that has ended.
 
-    It is to be called before torch is imported; what the user has set stays.
+    It must be called before torch is imported; values that the user has set stay.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -30,14 +30,14 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     """Run the same command once per rank, and return the exit code of all.
 
     Args:
-        config: What the arguments say.
-        ranks: How many.
-        arguments: Of the command line, but for the number of ranks.
-        dry_run: The command was only to try the run out.
+        config: The settings of the arguments.
+        ranks: The number of ranks.
+        arguments: The arguments of the command line, without the number of ranks.
+        dry_run: Whether the command only tries the run out.
 
     Raises:
-        ConfigError: So many cannot run here.
-        MegatrainError: As `check_start`.
+        ConfigError: This machine cannot run so many ranks.
+        MegatrainError: `check_start` raises it.
     """
     leave_out_stacks()
     from megatrain.checkpoint.load import find
@@ -86,7 +86,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             _log.warning("%s; %s from the newest checkpoint", reason.partition(". ")[0], how)
         record_ranks(directory, ended.codes, ended.sentences, num_left)
         if not num_left and config.log.report and directory.is_run:
-            leave_report(directory)  # the first rank's, if it lived to write one, does not know how it ended
+            leave_report(directory)  # a report by the first rank does not know how it ended
 
     return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell)
 
@@ -95,11 +95,11 @@ def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Non
     """Join the ranks that this process was started with, and let the first one speak for all.
 
     Args:
-        config: Of the run.
-        progress: Said what is being done so far.
+        config: The settings of the run.
+        progress: The progress object, which has reported the present work so far.
 
     Raises:
-        ConfigError: As `join`.
+        ConfigError: `join` raises it.
     """
     from megatrain.distributed.join import join
 

@@ -1,4 +1,4 @@
-"""Commands that take a run: `sample`, `chat`, `eval`, `export`, `report`, `runs`, `ui`; it is only read."""
+"""Commands that only read a run: `sample`, `chat`, `eval`, `export`, `report`, `runs`, `ui`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Give the command line these commands."""
+    """Add these commands to the command line."""
     app.command()(sample)
     app.command()(chat)
     app.command("eval")(eval_)
@@ -76,7 +76,7 @@ def chat(
         template=chat_template,
     )
     if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # `ask` says which turn is no text
+        sys.stdin.reconfigure(errors="surrogateescape")  # `ask` reports a turn that is no text
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited, and earlier ones come back

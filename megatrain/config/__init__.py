@@ -1,4 +1,4 @@
-"""Every setting a user has: read from YAML and overrides, checked, written out, and documented.
+"""Every setting of a user: it is read from YAML and overrides, checked, written out, and documented.
 
 A `Config` is complete and checked when it exists: nothing downstream checks a type or a range again. The
 names resolve on first use (PEP 562): `megatrain.config.choice` loads no more than itself.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatrain.config.sections.config import Config
 
 _HOMES = {"Config": "sections.config", "Key": "keys", "config_keys": "keys"}
-"""By name, where it is not `reading`."""
+"""The module of each name that is not in `reading`."""
 
 __all__ = [
     "Config",

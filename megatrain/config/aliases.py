@@ -1,4 +1,4 @@
-"""Names that users of transformers' Trainer and of TRL know, and what they are called here.
+"""Aliases: the names that users of transformers' Trainer and of TRL know, with their names here.
 
 They are read at the top level of a file and as overrides, with the meaning that they have there.
 """
@@ -70,11 +70,11 @@ ALIASES: Mapping[str, str] = {
 }
 
 LEFT_OUT = object()
-"""What a value means that says no more than the default."""
+"""The meaning of a value that says no more than the default."""
 
 
 def _switch(on: Any, off: Any) -> Callable[[Any], Any]:
-    """Return how a switch of theirs is read; what is no switch is left to be refused."""
+    """Return the reader of a switch of theirs, which passes other values on to be refused."""
     return lambda value: on if value is True else off if value is False else value
 
 
@@ -107,7 +107,7 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "loss_type": lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value,
     "report_to": _reporters,
 }
-"""How a value is read where it means something else here."""
+"""The readers of values that mean something else here."""
 
 NEEDLESS: Mapping[str, str] = {
     "gradient_checkpointing": "what is recomputed is planned (memory.activations)",
@@ -125,7 +125,7 @@ NEEDLESS: Mapping[str, str] = {
     "precompute_ref_batch_size": "the reference takes train.micro_batch_size",
     "optim": "the optimizer is AdamW, if optim.name does not say another",
 }
-"""Names whose values change nothing here, and why."""
+"""The names whose values change nothing here, each with the reason."""
 
 _REFUSED: Mapping[str, str] = {
     "fp16": "fp16 is not trained here; use train.precision=bf16, or fp32",
@@ -146,13 +146,13 @@ _REFUSED: Mapping[str, str] = {
     "push_to_hub": "a run is pushed when it is done: megatrain export RUN OUT --push REPO",
     "save_strategy": "use checkpoint.every=STEPS or epoch, or null for the end of the run only",
 }
-"""Names that have no meaning here unless they are switched off, and the way out."""
+"""The names that have no meaning here unless they are switched off, each with the way out."""
 
 _ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"}
 
 
 def is_foreign(name: str, value: Any) -> bool:
-    """Say whether a top-level name is one of theirs; `optim` is a section here, and a name there."""
+    """Return whether a top-level name is one of theirs; `optim` is a section here, and a name there."""
     return (
         name in ALIASES
         or name in _REFUSED
@@ -164,7 +164,7 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
     """Return the key and the value that a name of theirs, or a key, means.
 
     Raises:
-        ConfigError: It means nothing that can be done here.
+        ConfigError: The name or its value means nothing that can be done here.
     """
     if name in _REFUSED:
         is_off = value in (None, False, 0) or (name, value) == ("save_strategy", "steps")
@@ -183,7 +183,7 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
 
 
 def hint(name: str, value: Any) -> str:
-    """Say what became of a name of theirs."""
+    """Return the hint about the meaning of a name of theirs."""
     if name in NEEDLESS:
         return f"{name} changes nothing: {NEEDLESS[name]}"
     if name in _REFUSED:
@@ -199,11 +199,11 @@ _MARKS = {
     ),
     "axolotl": ("base_model", {"datasets", "pretraining_dataset", "sequence_len"}),
 }
-"""Of each trainer whose files are imported: a key that they all have, and others of which one is there."""
+"""The marks of each trainer's files: a key that they all have, and others of which one is there."""
 
 
 def trainer_of(settings: Mapping[str, Any]) -> str | None:
-    """Return whose training file these are the settings of; None: of none that is known."""
+    """Return the trainer whose training file has these settings; None if it is unknown."""
     for trainer, (key, others) in _MARKS.items():
         if key in settings and not others.isdisjoint(settings):
             return trainer

@@ -1,7 +1,7 @@
-"""What can be chosen about where a step's bytes are and when they move: no choice changes the result.
+"""The choices about the places and the movement of a step's bytes, of which none changes the result.
 
-A field of a `Choice` that is `AUTO` is open: the planner decides it. An engine runs a resolved choice, in
-which nothing is open. Loads neither pydantic nor torch.
+A field of a `Choice` that is `AUTO` is open, and the planner decides it. An engine runs a resolved choice, in
+which nothing is open. This module loads neither pydantic nor torch.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megatrain.config.runs import Runs, StepSums, round_sizes
 from megatrain.errors import ConfigError
 
 AUTO: Any = "auto"
-"""Of a field: the planner decides it."""
+"""The value of a field that the planner decides."""
 
 BOUNDARIES = ("device", "host", "nvme")
-"""Where the inputs of recomputed layers can wait for their backward."""
+"""The places where the inputs of recomputed layers can wait for their backward."""
 
 GRADIENTS = ("host", "device", "nvme")
-"""Where the complete gradients of a layer can wait for the norm."""
+"""The places where the complete gradients of a layer can wait for the norm."""
 
 SUMS = ("device", "host", "nvme")
-"""Where gradients of several rounds can add up, or wait in between."""
+"""The places where gradients of several rounds can add up, or wait in between."""
 
 _Member = TypeVar("_Member", bound=Enum)
 
 
 class Updates(str, Enum):
-    """When blocks are updated; the numbers are the same."""
+    """The times at which blocks are updated; the numbers are the same."""
 
     DEFERRED = "deferred"
     IMMEDIATE = "immediate"
@@ -41,94 +41,94 @@ class Updates(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One way to run a step, as far as it is decided; types are those of decided fields."""
+    """One way to run a step, as far as it is decided; the types are those of decided fields."""
 
     num_slots: int = AUTO
-    """Device buffers of streamed blocks: 2, or one more than a layer has fragments, overlap copies and
-    compute; 1 saves memory."""
+    """The number of device buffers of streamed blocks: 2, or one more than a layer has fragments, overlap
+    copies and compute; 1 saves memory."""
     num_gradient_buffers: int = AUTO
-    """Device buffers in which gradients of streamed blocks add up."""
+    """The number of device buffers in which gradients of streamed blocks add up."""
     activations: tuple[str, ...] = AUTO
     """One name of `POLICIES` per decoder layer; while open also one for all layers, as a plain string."""
     boundaries: str = AUTO
-    """Where the inputs of recomputed layers wait. With `nvme`, what `offload` saves is on drives too."""
+    """The place where inputs of recomputed layers wait. With `nvme`, `offload` saves to drives too."""
     fragments: bool = AUTO
-    """Stream each layer in parts (attention; mlp or experts), in slots as large as a part."""
+    """Whether each layer streams in parts (attention; mlp or experts), in slots as large as a part."""
     resident_layers: int = AUTO
-    """First layers that stay on the device with all their state, and are updated there."""
+    """The number of first layers that stay on the device with all their state, and are updated there."""
     outer_resident: bool = AUTO
     """Whether embedding, head and the like keep their optimizer state on the device too."""
     outer_streams: bool = AUTO
     """Whether embedding and head stream through the slots, each fetched for its use. Otherwise their weights
     and the fp32 sums of their gradients stay on the device."""
     lockstep: int = AUTO
-    """Micro-batches that pass each layer together, which is fetched twice for all of them: a round."""
+    """The number of micro-batches of a round, which pass each layer together; it is fetched twice."""
     updates: str = AUTO
-    """When the optimizer runs: a name of `Updates`."""
+    """The time at which the optimizer runs: a name of `Updates`."""
     gradients: tuple[str, ...] = AUTO
-    """Where the complete gradients of each streamed layer wait for the norm, by decoder layer; while open
-    also one place for all layers, as a plain string."""
+    """The place where the complete gradients of each streamed layer wait for the norm, by decoder layer;
+    while open also one place for all layers, as a plain string."""
     sums: str = AUTO
-    """Where gradients of a step of several rounds add up. `device`: the sum so far is loaded there and comes
-    back, in fp32. `host`: nothing is loaded; after the first round each gradient travels by itself, in the
-    working dtype, and the host adds it, in the same order. `nvme`: as on the device, and the sums wait on
-    drives in between."""
+    """The place where gradients of a step of several rounds add up. With `device`, the sum so far is loaded
+    there and comes back, in fp32. With `host`, nothing is loaded: after the first round each gradient travels
+    by itself, in the working dtype, and the host adds it, in the same order. With `nvme`, sums are added as
+    on the device, and wait on drives in between."""
     tiers: frozenset[tuple[str, str]] = AUTO
-    """Pairs of a plane and `ram` or `nvme`; a plane that is not named is in RAM."""
+    """The pairs of a plane and `ram` or `nvme`; a plane that is not named is in RAM."""
     blocks_in_ram: int = AUTO
-    """With planes on drives: blocks, the largest first, whose state is in RAM all the same."""
+    """The number of blocks, the largest first, whose state is in RAM although planes are on drives."""
     weights_in_ram: int = AUTO
-    """With `working` on drives: blocks, the largest first, whose weights are in RAM all the same."""
+    """The number of blocks, the largest first, whose weights are in RAM although `working` is on drives."""
     head_chunk_tokens: int | None = AUTO
-    """Tokens that pass head and loss at a time. None: by the size of the vocabulary, and small batches whole,
-    which is bitwise the model's own loss."""
+    """The number of tokens that pass head and loss at a time. None derives it from the size of the vocabulary
+    and passes small batches whole, which is bitwise the model's own loss."""
 
     def tier(self, plane: str) -> str:
-        """Return where a plane is: `ram` or `nvme`."""
+        """Return the place of a plane: `ram` or `nvme`."""
         return dict(self.tiers).get(plane, "ram")
 
     def has_state_on_drives(self, num_blocks: int) -> bool:
-        """Whether the state or the weights of a block are on drives, of a model of so many blocks."""
+        """Return whether the state or the weights of any of so many blocks are on drives."""
         has_state = self.tier("moments") == "nvme" and self.blocks_in_ram < num_blocks
         return has_state or (self.tier("working") == "nvme" and self.weights_in_ram < num_blocks)
 
     @property
     def has_scratch_on_drives(self) -> bool:
-        """Whether saved activations, gradients or their sums wait on drives."""
+        """Return whether saved activations, gradients or their sums wait on drives."""
         return self.boundaries == "nvme" or "nvme" in self.gradients or self.sums == "nvme"
 
     @property
     def uses_drives(self) -> bool:
-        """Whether anything is on drives: planes, saved activations, gradients or their sums."""
+        """Return whether anything is on drives: planes, saved activations, gradients or their sums."""
         return bool(self.tiers) or self.has_scratch_on_drives
 
     def num_rounds(self, num_micro_batches: int) -> int:
-        """Return in how many rounds the micro-batches of a step pass."""
+        """Return the number of rounds in which the micro-batches of a step pass."""
         return -(-num_micro_batches // self.lockstep)
 
     def rounds(self, num_micro_batches: int) -> list[int]:
-        """Return how many micro-batches pass in each round of a step of so many."""
+        """Return the number of micro-batches of each round of a step of so many."""
         return round_sizes(num_micro_batches, self.lockstep)
 
     def uses_gradients_up(self, num_micro_batches: int) -> bool:
-        """Whether every gradient is used by its update as soon as it is complete, and waits nowhere.
+        """Return whether each gradient is used by its update as soon as it is complete, and waits nowhere.
 
         Args:
-            num_micro_batches: Of a step.
+            num_micro_batches: The number of micro-batches of a step.
         """
         return self.updates == "immediate" and self.num_rounds(num_micro_batches) == 1
 
     def adds_on_host(self, num_micro_batches: int) -> bool:
-        """Whether the host adds gradients up; num_micro_batches: of a step."""
+        """Return whether the host adds gradients up in a step of so many micro-batches."""
         return self.sums == "host" and self.num_rounds(num_micro_batches) > 1
 
     def sums_pass_buffers(self, num_micro_batches: int) -> bool:
-        """Whether gradients, or their sums, pass host buffers on their way to where they add up or wait.
+        """Return whether gradients or their sums pass host buffers on their way to where they add up or wait.
 
-        Where complete gradients pass these too, they have room for sums that wait on drives in any case.
+        If complete gradients pass these buffers too, there is room for sums that wait on drives in any case.
 
         Args:
-            num_micro_batches: Of a step.
+            num_micro_batches: The number of micro-batches of a step.
         """
         if self.sums == "nvme" and any(place != "host" for place in self.gradients):
             return True
@@ -136,7 +136,7 @@ class Choice:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """Return what stays of each layer."""
+        """Return the policy of each layer."""
         return tuple(POLICIES[name] for name in self.activations)
 
     @property
@@ -147,16 +147,16 @@ class Choice:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether nothing is open."""
+        """Return whether nothing is open."""
         per_layer = (self.activations, self.gradients)
         return len(self.given) == len(fields(self)) and not any(isinstance(v, str) for v in per_layer)
 
     def is_compiled(self, setting: str, *, can_compile: bool) -> bool:
-        """Whether layers run compiled.
+        """Return whether layers run compiled.
 
         Args:
-            setting: `on`, `off`, or `auto`: where that is possible and nothing stands against it.
-            can_compile: The machine's device and what is installed allow it.
+            setting: The setting: `on`, `off`, or `auto`, which compiles where that is possible and allowed.
+            can_compile: Whether the machine's device and its software allow it.
         """
         activations = self.given.get("activations", ())
         names = (activations,) if isinstance(activations, str) else activations
@@ -167,7 +167,7 @@ class Choice:
         """Refuse a choice that is not resolved; `what` begins the sentence.
 
         Raises:
-            ConfigError: Fields are open.
+            ConfigError: Some fields are open.
         """
         if not self.is_resolved:
             given = self.given
@@ -179,7 +179,7 @@ class Choice:
             )
 
     def describe(self) -> str:
-        """Return one line for the log; nothing is open."""
+        """Return one line for the log; nothing may be open."""
         outer = " and the outer blocks" if self.outer_resident else ""
         outer += "; embedding and head stream" * self.outer_streams
         return (
@@ -191,10 +191,10 @@ class Choice:
         )
 
     def for_layers(self, num_layers: int) -> Choice:
-        """Return the same for a model of so many layers: one policy or place for all becomes one per layer.
+        """Return the choice for a model of so many layers: one policy or place for all becomes one per layer.
 
         Raises:
-            ConfigError: Not one per layer, or more resident layers than there are.
+            ConfigError: A field has not one value per layer, or more layers are resident than exist.
         """
         per_layer: dict[str, Any] = {}
         for name, what in _PER_LAYER.items():
@@ -214,13 +214,13 @@ class Choice:
         return replace(self, **per_layer)
 
     def with_defaults(self, num_layers: int, num_parts: int = 1) -> Choice:
-        """Return a resolved choice: what is open becomes the plainest that there is.
+        """Return a resolved choice, in which open fields take the plainest values.
 
-        Two slots, all layers recomputed, nothing resident, one micro-batch at a time, nothing on drives.
+        Two slots, recomputed layers, nothing resident, one micro-batch at a time, and no drives are used.
 
         Args:
-            num_layers: Of the model.
-            num_parts: Most fragments that a layer has, if layers are streamed in fragments.
+            num_layers: The number of layers of the model.
+            num_parts: The largest number of fragments of a layer, if layers are streamed in fragments.
         """
         given = self.for_layers(num_layers).given
         parts = num_parts if given.get("fragments") else 1
@@ -258,13 +258,13 @@ KEYS: Mapping[str, str] = {
     "sums": "memory.sums",
     "updates": "optim.updates",
 }
-"""Fields of a choice that are settings of a run, by the setting's name."""
+"""The fields of a choice that are settings of a run, by the setting's name."""
 
 WITHOUT_DRIVES: Mapping[str, str] = {"boundaries": "host", "gradients": "host", "sums": "device"}
-"""Fields that may say `nvme`, and what they say where there are no drives."""
+"""The fields that may be `nvme`, with their values where there are no drives."""
 
 _PER_LAYER = {"activations": "policies", "gradients": "places"}
-"""Fields with a value for each decoder layer, and what these are."""
+"""The fields with a value for each decoder layer, and the noun for these values."""
 
 
 def _counted(values: Sequence[str]) -> str:
@@ -274,15 +274,15 @@ def _counted(values: Sequence[str]) -> str:
 
 
 def read_member(kind: type[_Member], name: str, what: str) -> _Member:
-    """Return the member of an enumeration that has a name as its value.
+    """Return the member of an enumeration whose value is `name`.
 
     Args:
         kind: The enumeration.
-        name: What a user or caller has given.
+        name: The name that a user or caller has given.
         what: The setting, at the beginning of the error.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The enumeration has no such member.
     """
     values = [member.value for member in kind]
     if name not in values:
@@ -292,47 +292,47 @@ def read_member(kind: type[_Member], name: str, what: str) -> _Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """What a step trains on."""
+    """The batch of a step."""
 
     micro_batch_size: int
-    """Rows."""
+    """The number of rows of a micro-batch."""
     seq_len: int
     num_micro_batches: int
     num_passes_before: int = 0
-    """Passes without gradients that each micro-batch makes before its loss, such as one of a reference."""
+    """The number of passes without gradients before each micro-batch's loss, such as a reference's."""
     rows_each: int = 1
-    """Rows that are never apart: 2 of a pair, or of two judged answers; their head runs row by row."""
+    """The number of rows that stay together: 2 for a pair or two judged answers; the head runs row by row."""
     num_runs: int = 1
-    """Runs, in which gradients add up; `parallel.shards`."""
+    """The number of runs, in which gradients add up; `parallel.shards`."""
     runs_are_rounds: bool = False
-    """A plan decides how many there are: one of each round, where rounds are alike and a power of two."""
+    """Whether a plan decides the number of runs: one per round, where rounds are equal and a power of two."""
     num_ranks: int = 1
-    """Of several ranks' step this is the part of one, in micro-batches and runs; 1: all of it."""
+    """The number of ranks of which this is one's part of the step; 1 means the whole step."""
     num_nodes: int = 1
-    """On which these ranks are, equally many on each."""
+    """The number of nodes on which these ranks are, equally many on each."""
     gathers: bool = False
-    """Ranks of a node fetch a piece of each block's weights each, and gather them; `parallel.gather`."""
+    """Whether ranks of a node each fetch a piece of a block and gather it (`parallel.gather`)."""
     sequence: int = 1
-    """Ranks that share out the tokens of every row; `parallel.sequence`. Its `seq_len` is of whole rows."""
+    """The number of ranks that share each row's tokens (`parallel.sequence`); `seq_len` is of whole rows."""
 
     @property
     def ranks_of_node(self) -> int:
-        """Ranks that share the memory of a node."""
+        """Return the number of ranks that share the memory of a node."""
         return self.num_ranks // self.num_nodes
 
     @property
     def gathers_among(self) -> int:
-        """Return how many ranks fetch a piece of each block, and gather it; 1: none does."""
+        """Return the number of ranks that fetch a piece of each block, and gather it; 1 if none does."""
         return self.ranks_of_node if self.gathers else 1
 
     @property
     def adds_up(self) -> bool:
-        """Whether the gradients of several micro-batches add up, on this rank or among ranks."""
+        """Return whether the gradients of several micro-batches add up, on this rank or among ranks."""
         return self.num_micro_batches > 1 or self.num_ranks > 1
 
     @property
     def runs(self) -> Runs:
-        """How gradients add up.
+        """Return the runs in which gradients add up.
 
         Raises:
             ConfigError: The micro-batches cannot be cut into so many runs.
@@ -343,7 +343,7 @@ class StepBatch:
         """Return the partial sums of a step under a resolved choice.
 
         Raises:
-            ConfigError: As `runs`.
+            ConfigError: `runs` raises it.
         """
         runs = self.runs
         if self.runs_are_rounds:
@@ -355,11 +355,11 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step; of a rank's part of one, those that it has of each row."""
+        """Return the tokens of a step; for a rank's part of one, those that it has of each row."""
         own_len = self.seq_len if self.num_ranks == 1 else -(-self.seq_len // self.sequence)
         return self.micro_batch_size * own_len * self.num_micro_batches
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of all ranks' step."""
+        """Return the tokens of all ranks' step."""
         return self.tokens * self.num_ranks

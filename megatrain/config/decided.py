@@ -1,8 +1,8 @@
-"""Decides what the settings of a run leave open and its numbers depend on: one path for every command.
+"""The decisions on open settings from which a run's numbers follow: one path for every command.
 
-First comes what rows are (`with_rows`), then, once the data are packed, how many make a step (`with_step`),
-and last, in micro-batches of which size they pass (`with_micro_batches`), which the planner chooses. A run
-that goes on begins with what it was begun with (`as_begun`). The rules are in `megatrain.config.defaults`.
+First come the rows (`with_rows`), then, once the data are packed, the number of rows of a step (`with_step`),
+and last the size of micro-batches (`with_micro_batches`), which the planner chooses. A resumed run begins
+with the settings that it was begun with (`as_begun`). The rules are in `megatrain.config.defaults`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def with_rows(config: Config, *, context: int | None, on_cpu: bool) -> Config:
     """Return settings in which precision and the length of rows are decided.
 
     Args:
-        config: Of a run.
-        context: Most tokens of a row that the model takes; None: it names no limit.
-        on_cpu: A CPU computes.
+        config: The settings of a run.
+        context: The most tokens of a row that the model takes; None if it names no limit.
+        on_cpu: Whether a CPU computes.
     """
     train: dict[str, Any] = {}
     if config.train.precision == AUTO:
@@ -34,15 +34,15 @@ def with_rows(config: Config, *, context: int | None, on_cpu: bool) -> Config:
 
 
 def with_step(config: Config, *, on_cpu: bool, num_rows: int | None) -> Config:
-    """Return settings in which the tokens of a step are decided; rows have their length.
+    """Return settings in which the tokens of a step are decided; the length of rows must be.
 
     Args:
-        config: As `with_rows` returns it.
-        on_cpu: A CPU computes.
-        num_rows: Rows of a pass over the data; None: they are not known.
+        config: The settings, as `with_rows` returns them.
+        on_cpu: Whether a CPU computes.
+        num_rows: The number of rows of a pass over the data; None if it is unknown.
 
     Raises:
-        ConfigError: Settings contradict each other.
+        ConfigError: The settings contradict each other.
     """
     rows = _step_size(config).rows(_default_rows(config, on_cpu=on_cpu, num_rows=num_rows))
     decided = _changed(config, train={"tokens_per_step": rows * config.row_tokens})
@@ -57,8 +57,8 @@ def micro_batch_sizes(config: Config, num_runs: int) -> list[int]:
     """List the sizes of micro-batches that a run can have, the smallest first; the step is decided.
 
     Args:
-        config: As `with_step` returns it.
-        num_runs: Equally long runs of micro-batches in a step: `parallel.shards`, or one per rank.
+        config: The settings, as `with_step` returns them.
+        num_runs: The number of equally long runs of a step: `parallel.shards`, or one per rank.
 
     Raises:
         ConfigError: The step cannot be cut so.
@@ -72,33 +72,33 @@ def with_micro_batches(config: Config, size: int) -> Config:
     """Return settings in which nothing is open any more.
 
     Args:
-        config: As `with_step` returns it.
-        size: Rows of a micro-batch, of those of `micro_batch_sizes`.
+        config: The settings, as `with_step` returns them.
+        size: The number of rows of a micro-batch, one of `micro_batch_sizes`.
     """
     sizes = {"micro_batch_size": size, "grad_accumulation": config.rows_per_step // size}
     return _changed(config, train=sizes)
 
 
 def as_settings(config: Config) -> Config:
-    """Return settings to write down: what follows from others is open, so that these can be changed."""
+    """Return settings to write down, in which derived values are open, so that the others can be changed."""
     return _changed(config, train={"grad_accumulation": AUTO})
 
 
 def smallest_micro_batches(config: Config) -> Config:
-    """Return settings in which nothing is open any more, for a model of which no planner knows anything."""
+    """Return settings without open values for a model that no planner can count."""
     if config.is_decided:
         return config
     return with_micro_batches(config, micro_batch_sizes(config, config.parallel.shards or 1)[0])
 
 
 def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
-    """Return the settings of a run that goes on: what they leave open is as it was begun.
+    """Return the settings of a resumed run, in which open values are those that it was begun with.
 
-    A size of micro-batches that was chosen is kept, on any machine and any number of ranks.
+    A chosen size of micro-batches is kept, on any machine and any number of ranks.
 
     Args:
-        config: As they are now.
-        saved: Settings of its checkpoint, as plain values; older ones have no `train.tokens_per_step`.
+        config: The present settings.
+        saved: The settings of its checkpoint, as plain values; older ones have no `train.tokens_per_step`.
     """
     then, now = saved["train"], config.train
     seq_len = saved["data"]["seq_len"] if config.data.seq_len == AUTO else config.data.seq_len
@@ -119,31 +119,31 @@ _TOKENS_KEY = "train.tokens_per_step"
 
 
 def larger_step_settings(config: Config, factor: int) -> str:
-    """Say the settings with which a step is so many times as large; empty: its size is not of the user.
+    """Return the settings of a step that is `factor` times as large; empty if the user did not set its size.
 
     Args:
-        config: As the user gave it.
-        factor: Of the tokens of a step.
+        config: The settings as the user gave them.
+        factor: The factor on the tokens of a step.
     """
     return " and ".join(f"{key}={value * factor}" for key, value in _given_sizes(config).items())
 
 
 def smaller_step_settings(config: Config, part: int, step_tokens: int) -> str:
-    """Say the settings with which a step is a half, a quarter, ... of what it is.
+    """Return the settings with which a step is a half, a quarter, ... of its size.
 
     Args:
-        config: As the user gave it.
-        part: 2: a half.
-        step_tokens: Of the smaller step.
+        config: The settings as the user gave them.
+        part: The divisor; 2 means a half.
+        step_tokens: The number of tokens of the smaller step.
     """
     sizes = {key: value // part for key, value in _given_sizes(config).items()}
     if AUTO in (config.train.micro_batch_size, config.train.grad_accumulation):
-        sizes = {_TOKENS_KEY: step_tokens, **sizes}  # else they say the step, and it need not be repeated
+        sizes = {_TOKENS_KEY: step_tokens, **sizes}  # else they give the step already
     return " ".join(f"{key}={value}" for key, value in sizes.items())
 
 
 def _given_sizes(config: Config) -> dict[str, int]:
-    """Return those settings of a step's size that the user gave."""
+    """Return the settings of a step's size that the user gave."""
     values = {
         _TOKENS_KEY: config.train.tokens_per_step,
         "train.grad_accumulation": config.train.grad_accumulation,
@@ -152,7 +152,7 @@ def _given_sizes(config: Config) -> dict[str, int]:
 
 
 def step_problems(config: Config) -> list[str]:
-    """Say how the settings of a step contradict each other, as far as they are decided."""
+    """Return the contradictions among the settings of a step, as far as they are decided."""
     if config.data.seq_len == AUTO:
         return []
     try:

@@ -1,11 +1,11 @@
-"""What a run does where its settings leave it open: the rules, for every command, said once.
+"""The defaults of a run's open settings: the rules for every command, in one place.
 
-Precision and the length of a row follow from the model and from whether a CPU computes, the size of a step
-from the data as well. Nothing here depends on a machine's memory, its speed or the number of its GPUs, so a
-run trains the same model wherever it runs. In how many micro-batches a step's rows pass is the planner's to
-choose, since that is what a machine is fast with.
+Precision and the length of a row follow from the model and from whether a CPU computes, and the size of a
+step from the data as well. Nothing here depends on a machine's memory, its speed or the number of its GPUs,
+so a run trains the same model wherever it runs. The planner chooses the size of micro-batches, since a
+machine's speed depends on it.
 
-Loads neither pydantic nor torch.
+This module loads neither pydantic nor torch.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from megatrain.config.choice import StepBatch
 from megatrain.errors import ConfigError
 
 _ROW_TOKENS, _ROW_TOKENS_ON_CPU = 4096, 1024
-"""Most tokens of a row."""
+"""The largest number of tokens of a row."""
 
 _STEP_TOKENS, _STEP_TOKENS_ON_CPU = 131_072, 8192
-"""Of a step: on accelerators about what AdamW on the host hides behind, several times over."""
+"""The number of tokens of a step, with which accelerators hide the host's AdamW several times over."""
 
 _STEP_TOKENS_OF_ADAPTERS = 32_768
-"""Of a step that trains adapters: nothing waits for an optimizer then, and low-rank adapters learn less from
-large batches than whole models do. Source: Schulman et al., "LoRA Without Regret", 2025."""
+"""The number of tokens of a step that trains adapters: nothing waits for an optimizer, and adapters learn
+less from large batches than whole models do. Source: Schulman et al., "LoRA Without Regret", 2025."""
 
 _LEAST_STEPS, _LEAST_STEPS_PER_EPOCH = 100, 32
-"""Steps that a run, and a pass over its data, have at least: with fewer, a schedule has nothing to do."""
+"""The least steps of a run and of a pass over its data: with fewer, a schedule has nothing to do."""
 
 _MOST_ROWS = 64
-"""Of a micro-batch whose size is chosen."""
+"""The largest number of rows of a micro-batch whose size is chosen."""
 
 
 def default_precision(*, on_cpu: bool) -> str:
-    """Return what a run computes in: bf16 with fp32 masters on accelerators, fp32 on a CPU."""
+    """Return the precision of a run: bf16 with fp32 masters on accelerators, fp32 on a CPU."""
     return "fp32" if on_cpu else "bf16"
 
 
 def default_seq_len(context: int | None, *, on_cpu: bool) -> int:
-    """Return the tokens of a row: as many as the model takes, but no more than are usual.
+    """Return the tokens of a row: as many as the model takes, up to the usual number.
 
     Args:
-        context: Most tokens of a row that the model takes; None: it names no limit.
-        on_cpu: A CPU computes.
+        context: The most tokens of a row that the model takes; None if it names no limit.
+        on_cpu: Whether a CPU computes.
     """
     most = _ROW_TOKENS_ON_CPU if on_cpu else _ROW_TOKENS
     return min(most, context or most)
@@ -52,19 +52,19 @@ def default_seq_len(context: int | None, *, on_cpu: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epochs:
-    """The data of a run, and how often it passes them."""
+    """The data of a run, and the number of passes over them."""
 
     num_rows: int
-    """Of one pass, as they are packed."""
+    """The number of packed rows of one pass."""
     epochs: float | None
-    """Passes; None: the steps are given, and only a pass has to have enough of them."""
+    """The number of passes; None if the steps are given, so that only a pass has to have enough of them."""
 
     def steps_per_epoch(self, rows: int) -> int:
-        """Return the steps of so many rows that one pass takes; the last may reach into the next."""
+        """Return the number of steps of `rows` rows in one pass; the last may reach into the next."""
         return -(-self.num_rows // rows)
 
     def are_enough(self, rows: int) -> bool:
-        """Whether steps of so many rows are enough of them."""
+        """Return whether steps of `rows` rows are enough steps."""
         per_epoch = self.steps_per_epoch(rows)
         if per_epoch < _LEAST_STEPS_PER_EPOCH:
             return False
@@ -75,10 +75,10 @@ def default_rows(row_tokens: int, *, on_cpu: bool, has_adapters: bool = False, d
     """Return the rows of a step, a power of two, so that micro-batches and ranks can share them out.
 
     Args:
-        row_tokens: Tokens of a row, both of its sequences where it has two.
-        on_cpu: A CPU computes.
-        has_adapters: Adapters are trained, and not the model.
-        data: None: they are not known, and taken for enough.
+        row_tokens: The number of tokens of a row, of both of its sequences where it has two.
+        on_cpu: Whether a CPU computes.
+        has_adapters: Whether adapters are trained, and not the model.
+        data: The data; None means that they are unknown, and counts as enough.
     """
     tokens = _STEP_TOKENS_ON_CPU if on_cpu else _STEP_TOKENS
     if has_adapters:
@@ -90,7 +90,7 @@ def default_rows(row_tokens: int, *, on_cpu: bool, has_adapters: bool = False, d
 
 
 def default_batch(context: int | None, *, on_cpu: bool) -> StepBatch:
-    """Return the batch of a step where nothing is known of the run: in micro-batches of one row."""
+    """Return the batch of a step of an unknown run, in micro-batches of one row."""
     seq_len = default_seq_len(context, on_cpu=on_cpu)
     rows = default_rows(seq_len, on_cpu=on_cpu, data=None)
     return StepBatch(micro_batch_size=1, seq_len=seq_len, num_micro_batches=rows)
@@ -98,21 +98,21 @@ def default_batch(context: int | None, *, on_cpu: bool) -> StepBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSize:
-    """What settings say of the rows of a step; None: left open."""
+    """The settings of the rows of a step; None means left open."""
 
     row_tokens: int
-    """Tokens of a row, both of its sequences where it has two."""
+    """The number of tokens of a row, of both of its sequences where it has two."""
     tokens_per_step: int | None = None
     micro_batch_size: int | None = None
     grad_accumulation: int | None = None
     num_runs: int = 1
-    """Into which the micro-batches of a step are cut: `parallel.shards`."""
+    """The number of runs into which the micro-batches of a step are cut: `parallel.shards`."""
 
     def rows(self, default: int) -> int:
         """Return the rows of a step: as many as the settings say, or about as many as the default.
 
         Args:
-            default: Rows, where neither tokens nor both other sizes are given.
+            default: The number of rows where neither tokens nor both other sizes are given.
 
         Raises:
             ConfigError: The settings contradict each other.
@@ -140,9 +140,9 @@ class StepSize:
         """List the sizes of micro-batches that a step of so many rows can have, the smallest first.
 
         Args:
-            rows: Of a step, of all ranks.
-            num_runs: Equally long runs of micro-batches: `parallel.shards`, or one per rank.
-            least_number: Micro-batches of a run, at least.
+            rows: The number of rows of a step, of all ranks.
+            num_runs: The number of equally long runs of micro-batches: `parallel.shards`, or one per rank.
+            least_number: The least number of micro-batches of a run.
 
         Raises:
             ConfigError: The rows cannot be shared out.

@@ -1,4 +1,4 @@
-"""Settings in words: what help and documentation show of each, and what an error says of a wrong one."""
+"""The descriptions of settings, for help, documentation, and errors about wrong values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Key:
 
     name: str
     kind: str
-    """What a value may be."""
+    """The description of its values."""
     default: str
-    """As YAML; "required" if there is none."""
+    """The default as YAML, or "required" if there is none."""
     description: str
 
 
 @cache
 def config_keys() -> Mapping[str, Key]:
-    """Every setting by its dotted name, in the order of the sections."""
+    """Return every setting by its dotted name, in the order of the sections."""
     return {key.name: key for key in _keys(Config, "")}
 
 
@@ -74,7 +74,7 @@ def given(value: object) -> str:
 
 
 def describe(problem: Any) -> str:
-    """Say in words what pydantic found."""
+    """Describe a fault that pydantic found in words."""
     name = str(problem["loc"][0]) + "".join(f".{part}" for part in problem["loc"][1:2])
     key = config_keys().get(name)
     if problem["type"] == "extra_forbidden":
@@ -94,7 +94,7 @@ def describe(problem: Any) -> str:
         return f"{name} is {given(problem['input'])}; it must be a section with keys from {inner}"
     kind = key.kind.replace(" | ", " or ")
     where = "".join(f"[{part}]" for part in problem["loc"][2:] if isinstance(part, int))
-    if problem["type"] == "said":  # by the setting's own reader, which knows more than its kind
+    if problem["type"] == "said":  # the setting's own reader knows more than its kind
         return f"{name}{where}: {problem['msg']}"
     is_text = problem["type"] == "string_type" and problem["input"] is not None and " | " not in key.kind
     hint = "; put it in quotes" if is_text else ""

@@ -1,4 +1,4 @@
-"""Writes `docs/configuration.md` from the settings themselves."""
+"""The generator of `docs/configuration.md` from the settings themselves."""
 
 from __future__ import annotations
 

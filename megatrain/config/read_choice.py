@@ -1,4 +1,4 @@
-"""Makes a choice of fields given by name, and checks their values. Loads neither pydantic nor torch."""
+"""The reader of a choice from fields by name checks their values. It loads neither pydantic nor torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_choice(choice: Choice | None, values: Mapping[str, Any]) -> Choice:
     """Join a choice with further fields by name, and check every value.
 
     Raises:
-        ConfigError: An unknown field, one that is given twice, or a value out of range.
+        ConfigError: A field is unknown or given twice, or a value is out of range.
     """
     choice = Choice() if choice is None else choice
     names = [field.name for field in fields(Choice)]
@@ -52,13 +52,13 @@ def read_choice(choice: Choice | None, values: Mapping[str, Any]) -> Choice:
 
 
 def as_values(choice: Choice) -> dict[str, Any]:
-    """Return the decided fields as plain JSON values, which `from_values` makes a choice of."""
+    """Return the decided fields as plain JSON values, from which `from_values` makes a choice."""
     given = choice.given
     return given | ({"tiers": sorted(map(list, given["tiers"]))} if "tiers" in given else {})
 
 
 def from_values(values: Mapping[str, Any]) -> Choice:
-    """Make a choice of what `as_values` has returned."""
+    """Make a choice from the result of `as_values`."""
     read: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
@@ -71,7 +71,7 @@ def checked(choice: Choice) -> Choice:
     """Return a choice whose decided fields have possible values.
 
     Raises:
-        ConfigError: One has not.
+        ConfigError: A decided field has an impossible value.
     """
     given = choice.given
     activations = given.get("activations", ())
@@ -100,7 +100,7 @@ def checked(choice: Choice) -> Choice:
 
 
 def _pairs(tiers: object) -> list[object]:
-    """List the pairs of a choice's tiers; what is no set of them is refused as one that does not exist."""
+    """List the pairs of a choice's tiers; anything but a set of pairs is returned to be refused."""
     return list(tiers) if isinstance(tiers, (frozenset, tuple)) else [tiers]
 
 

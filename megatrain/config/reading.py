@@ -1,4 +1,4 @@
-"""Reads settings from YAML and overrides, checks them, and writes them out."""
+"""Settings are read from YAML and overrides, checked, and written out here."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from megatrain.recipes import place, recipes
 _log = logging.getLogger(__name__)
 
 _OF_DATA = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
-"""Ends of names that a CONFIG never has."""
+"""The endings of names that a CONFIG never has."""
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a YAML configuration file as nested keys, aliases replaced; `build_config` checks them.
 
     Args:
-        path: Of a file, or the name of a bundled recipe.
+        path: The path of a file, or the name of a bundled recipe.
 
     Raises:
-        ConfigError: not readable, not YAML, a key given twice, or not a mapping.
+        ConfigError: The file is not readable, is no YAML, has a key twice, or is no mapping.
     """
     if Path(path).suffix in _OF_DATA:
         raise ConfigError(
@@ -52,7 +52,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
     """Return `raw` with `a.b=value` overrides applied; values are YAML scalars, lists or mappings.
 
     Raises:
-        ConfigError: an override without `=` or with an unreadable value, or two that set one key.
+        ConfigError: An override has no `=` or an unreadable value, or two set one key.
     """
     return set_keys(raw, [parse_override(override) for override in overrides])
 
@@ -61,10 +61,10 @@ def combine_settings(arguments: Sequence[str], flags: Mapping[str, Any]) -> tupl
     """Combine arguments of a command line: at most one file, overrides, and flags by the key that each sets.
 
     Returns:
-        Nested keys, and the file that they begin with; empty: none.
+        The nested keys, and the file that they begin with, which is empty if there is none.
 
     Raises:
-        ConfigError: Two files, or what `read_config` and `set_keys` refuse.
+        ConfigError: There are two files, or `read_config` or `set_keys` refuses something.
     """
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) > 1:
@@ -92,7 +92,7 @@ def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dic
         target = result
         for section in sections:
             inner = target.get(section)
-            # An unknown or misplaced section is kept, for `build_config` to name with every other problem.
+            # An unknown or misplaced section is kept, since `build_config` names it with all problems.
             target[section] = inner = dict(inner) if isinstance(inner, Mapping) else {}
             target = inner
         target[leaf] = value
@@ -103,7 +103,7 @@ def set_keys(raw: Mapping[str, Any], settings: Sequence[tuple[str, Any]]) -> dic
 
 
 def replace_settings(arguments: Sequence[str], settings: Mapping[str, str]) -> list[str]:
-    """Return arguments of `combine_settings` that set these keys, in the place of what they set them to."""
+    """Return arguments of `combine_settings` in which these values of keys replace earlier ones."""
     overrides = {argument: parse_override(argument) for argument in arguments if "=" in argument}
     replaced = {
         argument for argument, (key, value) in overrides.items() if translate(key, value)[0] in settings
@@ -116,11 +116,11 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
     """Check nested keys and fill in the defaults.
 
     Args:
-        raw: sections of keys, as `read_config` and `apply_overrides` return them.
-        source: where they came from, named in every problem.
+        raw: The sections of keys, as `read_config` and `apply_overrides` return them.
+        source: The origin of the settings, which is named in every problem.
 
     Raises:
-        ConfigError: every problem at once: unknown keys, wrong types, values out of range, missing keys.
+        ConfigError: It lists all problems: unknown keys, wrong types, values out of range, missing keys.
     """
     try:
         # A section that is left empty in YAML reads as null, and means its defaults.
@@ -131,7 +131,7 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
         problems = [describe(problem) for problem in error.errors()]
         raise _as_error(
             source, list(dict.fromkeys(problems))
-        ) from None  # one for each kind that it may be of
+        ) from None  # pydantic has an error for each possible kind
     problems = [*conflicts(config), *step_problems(config)]
     if not problems:
         return config
@@ -139,7 +139,7 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
 
 
 def _is_empty(key: str, value: object) -> bool:
-    """Whether a section says nothing; `memory: auto` says that all of it is planned."""
+    """Return whether a section says nothing; `memory: auto` says that all of it is planned."""
     return (value is None and key != "out") or (key == "memory" and value == "auto")
 
 
@@ -153,7 +153,7 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """Read, override and check a configuration file.
 
     Raises:
-        ConfigError: see `read_config`, `apply_overrides` and `build_config`.
+        ConfigError: `read_config`, `apply_overrides` or `build_config` raises it.
     """
     return build_config(apply_overrides(read_config(path), overrides), source=str(path))
 
@@ -167,7 +167,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     """Split `a.b=value` into its key and its value, read as YAML.
 
     Raises:
-        ConfigError: no `=`, no key, or a value that is not YAML.
+        ConfigError: There is no `=`, no key, or a value that is not YAML.
     """
     key, equals, text = override.partition("=")
     key = key.strip().removeprefix("--")

@@ -1,16 +1,16 @@
-"""Runs: how the gradients of a step add up, whatever does the additions.
+"""Runs are the pieces of a step by which its gradients add up, whatever does the additions.
 
 A step is a number of runs, a power of two: contiguous and equally long pieces of its micro-batches. Inside a
-run gradients add up in order, ((g0 + g1) + g2) + ..., and the sums of runs by a balanced binary tree,
-(r0 + r1) + (r2 + r3), in fp32. A part of a step that is a whole subtree of it, such as the half of a rank of
-two, makes its part of the sum alone, so the bits do not depend on who adds what.
+run gradients add up in order, ((g0 + g1) + g2) + ..., and the sums of runs by a balanced binary tree, (r0 +
+r1) + (r2 + r3), in fp32. A part of a step that is a whole subtree, such as the half of each of two ranks,
+makes its part of the sum alone, so the bits do not depend on who adds what.
 
 While micro-batches pass, the sums that wait for their other half are a stack: after five runs, that of four
-and that of one. Two of equal height become one at once, as a binary counter carries.
+and that of one. Two of equal height are added at once, as a binary counter carries.
 
-Of several ranks, each takes its part of every round where rounds hold whole runs: then what all ranks make
-in a round is a whole subtree too. They exchange it at once, and what waits for later rounds is a stack of
-shares.
+With several ranks, each takes its part of every round where rounds hold whole runs: then the sums that all
+ranks make in a round form a whole subtree too. The ranks exchange them at once, and a stack of shares waits
+for later rounds.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Runs:
     """The runs of a step, or of a rank's part of it."""
 
     number: int = 1
-    """How many: a power of two."""
+    """The number of runs, a power of two."""
     length: int = 1
-    """Micro-batches of each."""
+    """The number of micro-batches of each run."""
 
     @classmethod
     def of(cls, number: int, num_micro_batches: int) -> Runs:
         """Cut micro-batches into so many runs.
 
         Raises:
-            ConfigError: They cannot be cut.
+            ConfigError: The micro-batches cannot be cut so.
         """
         if num_micro_batches % number:
             below = num_micro_batches // number * number
@@ -53,18 +53,18 @@ class Runs:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of all of them."""
+        """Return the number of micro-batches of all runs."""
         return self.number * self.length
 
     def shared_out(self, num_ranks: int, sequence: int = 1) -> int:
-        """Return how many of them each of several ranks makes.
+        """Return the number of runs that each of several ranks makes.
 
         Args:
-            num_ranks: That train together.
-            sequence: Neighbours among them that make the same ones, each of its part of every row.
+            num_ranks: The number of ranks that train together.
+            sequence: The number of neighbours that make the same runs, each of its part of every row.
 
         Raises:
-            ConfigError: They cannot be shared out evenly.
+            ConfigError: The runs cannot be shared out evenly.
         """
         num_ranks = num_places(num_ranks, sequence)
         if self.number % num_ranks:
@@ -76,20 +76,20 @@ class Runs:
         return self.number // num_ranks
 
     def num_sums(self, done: int) -> int:
-        """Return how many sums are in the stack after so many micro-batches."""
+        """Return the number of sums in the stack after so many micro-batches."""
         whole, rest = divmod(done, self.length)
         return whole.bit_count() + (rest > 0)
 
     def parts(self, lockstep: int, num_ranks: int, sequence: int = 1) -> list[list[int]]:
-        """Return which micro-batches of a whole step each of several ranks takes, by their numbers.
+        """Return the numbers of the micro-batches of a whole step that each of several ranks takes.
 
         Args:
-            lockstep: Micro-batches of a round of each.
-            num_ranks: That train together.
-            sequence: As in `shared_out`.
+            lockstep: The number of micro-batches of a round of each rank.
+            num_ranks: The number of ranks that train together.
+            sequence: The number of neighbours that make the same runs, as in `shared_out`.
 
         Raises:
-            ConfigError: As `shared_out`.
+            ConfigError: `shared_out` raises it.
         """
         part = Runs(self.shared_out(num_ranks, sequence), self.length)
         sums = StepSums.of(part, lockstep, num_ranks, sequence)
@@ -102,38 +102,38 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class SumRoom:
-    """Room for partial sums in fp32 of a gradient."""
+    """The room for partial sums in fp32 of a gradient."""
 
     whole: int = 0
-    """Sums of all of it."""
+    """The number of full-size partial sums that fit."""
     shares: int = 0
-    """Sums of a rank's share."""
+    """The number of sums of a rank's share that fit."""
     num_ranks: int = 1
-    """Of which each has a share."""
+    """The number of ranks, each of which has a share."""
     sequence: int = 1
-    """Ranks that share out rows: sums of each shard of rows stay apart until the last."""
+    """The number of ranks that share out rows: sums of each shard of rows stay apart until the last."""
 
     def holds(self, other: SumRoom) -> bool:
-        """Whether there is as much room as in another one."""
+        """Return whether there is as much room as in another one."""
         return self.whole >= other.whole and self.shares >= other.shares
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSums:
-    """What a round does with partial sums, by their places in the stack."""
+    """The partial sums that a round loads and leaves, by their places in the stack."""
 
     loaded: range = range(1)
-    """Those that earlier rounds left, and it adds to."""
+    """The places of the sums that earlier rounds left, to which it adds."""
     left: range = range(1)
-    """Those that it leaves."""
+    """The places of the sums that it leaves."""
     are_shares: bool = False
-    """They are shares: ranks exchange whenever a round ends, and join what they get with what is loaded."""
+    """Whether they are shares: ranks exchange as a round ends, and add what they get to what is loaded."""
     exchanges: bool = False
-    """Ranks exchange when it ends."""
+    """Whether ranks exchange when it ends."""
 
 
 ONE_RUN = RoundSums()
-"""Of one rank and one run there is one sum, and every round goes on with it."""
+"""The sums of one rank and one run: there is one sum, and every round adds to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,36 +142,36 @@ class StepSums:
 
     runs: Runs
     rounds: tuple[int, ...]
-    """Micro-batches of each."""
+    """The number of micro-batches of each round."""
     num_ranks: int = 1
     sequence: int = 1
     on_drives: bool = False
-    """They wait there between rounds."""
+    """Whether the sums wait on drives between rounds."""
 
     @classmethod
     def of(
         cls, runs: Runs, lockstep: int, num_ranks: int = 1, sequence: int = 1, *, on_drives: bool = False
     ) -> StepSums:
-        """Return those of rounds of so many micro-batches each, but perhaps the last."""
+        """Return the sums of rounds of so many micro-batches each, except perhaps the last."""
         rounds = tuple(round_sizes(runs.num_micro_batches, lockstep))
         return cls(runs, rounds, num_ranks, sequence, on_drives)
 
     @property
     def are_shared(self) -> bool:
-        """Whether ranks exchange after every round: each is whole runs, as many as in the others."""
+        """Return whether ranks exchange after every round: each is whole runs, as many as in the others."""
         is_whole = len({*self.rounds}) == 1 and self.rounds[0] % self.runs.length == 0
         return is_whole and len(self.rounds) > 1 and self.num_ranks > self.sequence
 
     @property
     def runs_at_once(self) -> Runs:
-        """The runs that a rank adds up before an exchange: those of a round, or all."""
+        """Return the runs that a rank adds up before an exchange: those of a round, or all."""
         if not self.are_shared:
             return self.runs
         return Runs(self.rounds[0] // self.runs.length, self.runs.length)
 
     @property
     def by_round(self) -> list[RoundSums]:
-        """What each round does."""
+        """Return the loaded and left sums of each round."""
         last = len(self.rounds) - 1
         if self.are_shared:
             found = []
@@ -189,16 +189,16 @@ class StepSums:
 
     @property
     def on_device(self) -> SumRoom:
-        """Room for the most that there are at a time while a round goes on."""
+        """Return the room for the most sums that exist at a time while a round goes on."""
         shares = (len(self.rounds) - 1).bit_length() if self.are_shared else 0
         return self._room(self.runs_at_once.number.bit_length(), shares)
 
     def between(self, *, is_wide: bool) -> SumRoom:
-        """Return the room in RAM for what is kept between rounds, beside the plane of complete gradients.
+        """Return the room in RAM for the sums kept between rounds, beside the plane of complete gradients.
 
         Args:
-            is_wide: That plane cannot hold a sum: it is in bf16. Nor can that of several ranks. Else it holds
-                the one that there is without runs.
+            is_wide: Whether that plane cannot hold a sum, since it is in bf16 or there are several ranks.
+                Otherwise it holds the one sum that there is without runs.
         """
         if self.on_drives or (self.runs.number == 1 and self.num_ranks == 1 and not is_wide):
             return SumRoom()
@@ -210,18 +210,18 @@ class StepSums:
 
 
 def round_sizes(num_micro_batches: int, lockstep: int) -> list[int]:
-    """Return how many micro-batches pass in each round of so many together: the last may have fewer."""
+    """Return the number of micro-batches of each round of so many together; the last may have fewer."""
     starts = range(0, num_micro_batches, lockstep)
     return [min(lockstep, num_micro_batches - start) for start in starts]
 
 
 def in_order(parts: Sequence[Sequence[int]], found: Sequence[Sequence[T]], sequence: int = 1) -> list[T]:
-    """Return what all ranks have found of their micro-batches, in the order of one rank.
+    """Return all ranks' results for their micro-batches, in the order of one rank.
 
     Args:
-        parts: By rank, the numbers of its micro-batches.
-        found: By rank, one value for each.
-        sequence: Ranks that share out rows: the first shard of each micro-batch comes first.
+        parts: The numbers of the micro-batches of each rank.
+        found: The results of each rank, one for each of its micro-batches.
+        sequence: The number of ranks that share out rows: the first shard of each micro-batch comes first.
     """
     return [
         value
@@ -238,14 +238,14 @@ def in_order(parts: Sequence[Sequence[int]], found: Sequence[Sequence[T]], seque
 
 
 def num_places(num_ranks: int, sequence: int) -> int:
-    """Return among how many the micro-batches of a step are shared out.
+    """Return the number of places among which the micro-batches of a step are shared out.
 
     Args:
-        num_ranks: That train together.
-        sequence: Neighbours among them that train the same ones, each its part of every row.
+        num_ranks: The number of ranks that train together.
+        sequence: The number of neighbours that train the same micro-batches, each its part of a row.
 
     Raises:
-        ConfigError: It does not divide them.
+        ConfigError: `sequence` does not divide the number of ranks.
     """
     if num_ranks % sequence:
         raise ConfigError(
@@ -260,7 +260,7 @@ def power_of_two(number: int) -> int:
     """Return a number of runs, or of ranks.
 
     Raises:
-        ValueError: It is no power of two.
+        ValueError: The number is no power of two.
     """
     if number < 1 or number.bit_count() != 1:
         below = 1 << max(number.bit_length() - 1, 0)
@@ -272,11 +272,11 @@ def require_power_of_two(number: int, said: str) -> None:
     """Refuse a number of runs, or of ranks, that is no power of two.
 
     Args:
-        number: Of them.
-        said: What has said it, such as "--ranks is 3".
+        number: The number of runs or ranks.
+        said: The words that have said it, such as "--ranks is 3".
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The number is no power of two.
     """
     try:
         power_of_two(number)

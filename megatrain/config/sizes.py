@@ -1,4 +1,4 @@
-"""Sizes as a user writes and reads them: `24GiB`, `8TB`, tokens, numbers with nouns. Loads no pydantic."""
+"""Sizes as a user writes and reads them: `24GiB`, `8TB`, tokens, numbers with nouns. It loads no pydantic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*")
 
 
 def read_bytes(value: object) -> object:
-    """Turn "24GiB" into bytes; leave everything else to the field's own check."""
+    """Turn "24GiB" into bytes; other values are left to the field's own check."""
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     return int(float(match[1]) * _BYTES_PER_UNIT[match[2]]) if match else value
 
@@ -27,11 +27,11 @@ def parse_bytes(value: object, what: str) -> int:
     """Read a size of the command line: `1536GiB`, `8TB`, `0`, or a number of bytes.
 
     Args:
-        value: text or a number.
-        what: the option or field, named in the error.
+        value: The text or number.
+        what: The option or field, named in the error.
 
     Raises:
-        ConfigError: Not a size, negative, or a part of a byte.
+        ConfigError: The value is no size, negative, or has a part of a byte.
     """
     size = read_bytes(value)
     is_part_of_a_byte = size == 0 and re.search("[1-9]", str(value)) is not None
@@ -44,7 +44,7 @@ def parse_limit(value: int | str | None, what: str) -> int | None:
     """Read a size that may be left out, as `parse_bytes` does.
 
     Raises:
-        ConfigError: As of `parse_bytes`.
+        ConfigError: `parse_bytes` raises it.
     """
     return None if value is None else parse_bytes(value, what)
 
@@ -53,7 +53,7 @@ def parse_tokens(text: str) -> int:
     """Read a number of tokens: `2e9`, `20B`, `1.5T`, `1_000_000`.
 
     Raises:
-        ConfigError: It is none, or below 1.
+        ConfigError: The text is no number of tokens, or is below 1.
     """
     match = _NUMBER.fullmatch(text.strip())
     count = float(match[1].replace("_", "")) * _MANY[match[2].upper()] if match else 0.0

@@ -1,4 +1,4 @@
-"""Types of settings: how a value that a user writes is read, what it may be, and the words for it."""
+"""Types of settings, each with the reader of a user's value, its allowed values, and its description."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reads_as(kind: str) -> WithJsonSchema:
 
 
 def one_of(*names: str) -> Any:
-    """Make text one of a few names, in the words for it too."""
+    """Return the type of text that is one of a few names, with its description."""
     return Field(pattern=f"^({'|'.join(names)})$", json_schema_extra={"kind": " | ".join(names)})
 
 
@@ -86,11 +86,11 @@ TrainedPart = Annotated[
 
 
 def steps_between(every: int | str | None, steps_per_epoch: int) -> int | None:
-    """Return after how many steps something is due again; None: never.
+    """Return the number of steps after which something is due again; None means never.
 
     Args:
-        every: A value of `Every`. Parts of an epoch that are no whole number of steps are rounded up.
-        steps_per_epoch: Of one pass over the data.
+        every: The value of `Every`. Parts of an epoch that are no whole number of steps are rounded up.
+        steps_per_epoch: The number of steps of one pass over the data.
     """
     if not isinstance(every, str):
         return every
@@ -98,7 +98,7 @@ def steps_between(every: int | str | None, steps_per_epoch: int) -> int | None:
     return -(-steps_per_epoch // int(times or 1))
 
 
-if TYPE_CHECKING:  # what is decided: `auto` is there only until `megatrain.config.decided` has decided
+if TYPE_CHECKING:  # decided types: `megatrain.config.decided` replaces `auto`
     OpenCount = int
     OpenLength = int
     OpenPrecision = Literal["fp32", "bf16"]

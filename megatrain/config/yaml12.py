@@ -1,4 +1,4 @@
-"""The YAML that settings are written in: a value means what it looks like.
+"""The YAML of settings, in which a value means what it looks like.
 
 PyYAML follows YAML 1.1, where `no` is false, `1e-3` is text, 010 is 8 and 1:30 is 90. Here scalars are those
 of YAML 1.2's core schema, a key given twice is an error, and what `dump_yaml` writes reads the same in both.
@@ -16,7 +16,7 @@ import yaml
 from megatrain.errors import ConfigError
 
 _MOST_DEPTH = 64
-"""Lists and mappings inside each other, beyond which nothing that is meant is read."""
+"""The depth of nested lists and mappings beyond which no sensible file goes."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep=True)  # a value that is inside itself is an error then
+            return super().construct_object(node, deep=True)  # a value that is inside itself is then an error
         except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
             if not isinstance(node, yaml.ScalarNode):
                 raise
@@ -91,7 +91,7 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Read decimal and hexadecimal only: YAML 1.1 reads 010 as 8."""
+    """Read decimal and hexadecimal only, since YAML 1.1 reads 010 as 8."""
     text = str(loader.construct_scalar(node)).replace("_", "")
     return int(text, 16 if "x" in text else 10)
 
@@ -100,10 +100,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
-    """Read a file as `parse_yaml` does; `what` it is stands in the message where it cannot be read.
+    """Read a file as `parse_yaml` does; `what` names it in the message where it cannot be read.
 
     Raises:
-        ConfigError: not readable, not UTF-8, or as of `parse_yaml`.
+        ConfigError: The file is not readable, is not UTF-8, or `parse_yaml` refuses it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
     """Read YAML as plain values.
 
     Raises:
-        ConfigError: not YAML, or a key given twice; names `source` and the line.
+        ConfigError: The text is no YAML, or has a key twice; the error names `source` and the line.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -130,7 +130,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
 
 def dump_yaml(value: object, *, flow: bool = False) -> str:
-    """Write plain values as YAML: `flow` on one line, else as sections."""
+    """Write plain values as YAML: with `flow` on one line, otherwise as sections."""
     text: str = yaml.dump(
         value,
         Dumper=_Dumper,

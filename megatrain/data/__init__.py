@@ -1,1 +1,1 @@
-"""Text files in, micro-batches out: read, tokenise, pack to one length, and hand out in a resumable order."""
+"""Text becomes micro-batches: it is read, tokenised, packed to one length and served in a resumable order."""

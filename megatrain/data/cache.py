@@ -32,7 +32,7 @@ from megatrain.files import fsync_directory, make_directories, rename, seal_tree
 _log = logging.getLogger(__name__)
 
 FORMAT = 4
-"""Of these files, and of what is made of an example: another number makes every key another one."""
+"""The version of these files and of how examples are encoded. Raising it changes every key."""
 
 _ROWS, _MANIFEST = "rows.bin", "manifest.json"
 _MAKING = ".making-"
@@ -44,7 +44,7 @@ class Rows(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows, and tokens of a row."""
+        """The number of rows, and the number of tokens of a row."""
 
     def __len__(self) -> int: ...
 
@@ -55,14 +55,14 @@ class RowFile:
     """Rows of int32 in a file."""
 
     def __init__(self, path: Path, shape: tuple[int, int]) -> None:
-        """Open it.
+        """Open a file of rows.
 
         Args:
-            path: Of the file, which may be removed as soon as this returns.
-            shape: Rows and tokens of a row.
+            path: The file, which may be removed as soon as this returns.
+            shape: The number of rows, and the number of tokens of a row.
 
         Raises:
-            DataError: It is not there, or has another size.
+            DataError: The file is missing, or has another size.
         """
         self.shape = shape
         self._path = path
@@ -80,7 +80,7 @@ class RowFile:
         return self.shape[0]
 
     def name(self) -> str:
-        """Read all of it, and return the name of exactly these rows, as `RowWriter.close` does."""
+        """Read the whole file, and return the name of exactly these rows, as `RowWriter.close` does."""
         digest, done = xxhash.xxh3_128(), 0
         with os_errors("read", self._path, DataError):
             while part := os.pread(self._descriptor, _READ_BYTES, done):
@@ -100,14 +100,14 @@ class RowFile:
 
 
 class SomeRows:
-    """Some rows of a file."""
+    """A selection of the rows of a file."""
 
     def __init__(self, rows: RowFile, numbers: NDArray[np.int64]) -> None:
-        """Take these rows.
+        """Select rows.
 
         Args:
-            rows: All of them.
-            numbers: Of those that are taken, in their order.
+            rows: The rows to select from.
+            numbers: The numbers of the selected rows, in their new order.
         """
         self.shape = (len(numbers), rows.shape[1])
         self._rows, self._numbers = rows, numbers
@@ -121,14 +121,14 @@ class SomeRows:
 
 
 class RowWriter:
-    """Writes rows, and names what it has written."""
+    """Writes rows to a file, and names what it has written."""
 
     def __init__(self, folder: Path, seq_len: int) -> None:
         """Open a new file.
 
         Args:
-            folder: For the file.
-            seq_len: Tokens of a row.
+            folder: The folder in which the file is made.
+            seq_len: The number of tokens of a row.
         """
         self._path = folder / _ROWS
         self._seq_len = seq_len
@@ -159,36 +159,36 @@ class RowWriter:
 
 
 def name_of(shape: tuple[int, int], digest: xxhash.xxh3_128) -> str:
-    """Return a name for exactly the rows of which this is the hash."""
+    """Return a name for exactly the rows whose hash this is."""
     return f"{shape[0]}x{shape[1]}-{digest.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Rows, and what is known of them."""
+    """Rows of the cache, and their manifest."""
 
     rows: RowFile
     manifest: Mapping[str, Any]
 
 
 Make = Callable[[Path], dict[str, Any]]
-"""Writes rows into a folder with `RowWriter`, and returns the manifest with `shape` and `fingerprint`."""
+"""A function that writes rows with `RowWriter`, and returns the manifest with `shape` and `fingerprint`."""
 Check = Callable[[Kept], object]
-"""Raises KeyError, TypeError or ValueError if a manifest is not what a reader expects."""
+"""A function that raises KeyError, TypeError or ValueError if a manifest is not what a reader expects."""
 
 
 def kept_rows(folder: Path | None, key: str, make: Make, check: Check | None = None) -> Kept:
-    """Return the rows of a key: those that are there and have the bits that were written, or new ones.
+    """Return the rows of a key: the cached ones if every bit is as it was written, otherwise new ones.
 
     Args:
-        folder: Of all keys; None: the rows live as long as they are in use, and nowhere else.
-        key: Names what the rows are made of.
-        make: Makes them.
-        check: Of what is there.
+        folder: The folder of all keys. If None, the rows exist only as long as they are in use.
+        key: The name of everything that the rows are made of.
+        make: The function that makes the rows.
+        check: The function that checks the manifest of cached rows.
 
     Raises:
-        DataError: They cannot be read.
-        OutputError: They cannot be written.
+        DataError: The rows cannot be read.
+        OutputError: The rows cannot be written.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="megatrain-rows-") as place:
@@ -203,7 +203,7 @@ def kept_rows(folder: Path | None, key: str, make: Make, check: Check | None = N
             _log.warning("the prepared data in %s cannot be used (%s); it is made anew", folder / key, error)
         making, target = folder / f"{_MAKING}{key}", folder / key
         with os_errors("write", making):
-            for leftover in (making, target):  # of a run that was killed, or of files that are damaged
+            for leftover in (making, target):  # left by a killed run, or damaged
                 shutil.rmtree(leftover, ignore_errors=not leftover.exists())
             making.mkdir(mode=0o700)
         try:
@@ -220,7 +220,7 @@ def kept_rows(folder: Path | None, key: str, make: Make, check: Check | None = N
 
 
 def is_kept(folder: Path, key: str) -> bool:
-    """Whether the rows of a key are there, with the bits that were written."""
+    """Whether the rows of a key are cached with the bits that were written."""
     return find_rows(folder, key) is not None
 
 
@@ -228,12 +228,12 @@ _UNUSABLE = (OSError, ValueError, KeyError, TypeError, DataError)
 
 
 def find_rows(folder: Path, key: str, check: Check | None = None) -> Kept | None:
-    """Return the rows of a key if they are there; None: they are not, or cannot be used.
+    """Return the cached rows of a key, or None if there are none that can be used.
 
     Args:
-        folder: Of all keys.
-        key: As of `kept_rows`.
-        check: As of `kept_rows`.
+        folder: The folder of all keys.
+        key: The key, as in `kept_rows`.
+        check: The check, as in `kept_rows`.
     """
     try:
         return _sound(folder / key, check)
@@ -243,16 +243,16 @@ def find_rows(folder: Path, key: str, check: Check | None = None) -> Kept | None
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What `remove_unused` has removed: folders of rows, and the bytes in them."""
+    """The result of `remove_unused`: the numbers of removed folders and bytes."""
 
     num_sets: int
     set_bytes: int
     num_left_over: int
-    """What processes that were killed had begun."""
+    """The number of folders that killed processes had begun."""
     left_over_bytes: int
 
     def describe(self) -> str:
-        """Say what it is; nothing: it is nothing."""
+        """Describe what was removed; the text is empty if nothing was."""
         sets = f"{counted(self.num_sets, 'set')} of prepared data"
         parts = [f"{sets} ({binary(self.set_bytes)})"] if self.num_sets else []
         if self.num_left_over:
@@ -261,17 +261,17 @@ class Removed:
 
 
 def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> Removed:
-    """Remove rows, those first that were not used for longest, until the rest takes up so many bytes at most.
+    """Remove the least recently used rows until the rest takes up at most `most_bytes`.
 
-    What a process that was killed has left goes first. Rows that a process reads stay there for it.
+    Leftovers of killed processes are removed first. Rows that a process is reading stay readable for it.
 
     Args:
-        folder: Of all keys.
-        most_bytes: May stay.
-        for_s: What was used within so many seconds stays in any case.
+        folder: The folder of all keys.
+        most_bytes: The number of bytes that may stay.
+        for_s: The number of seconds within which rows must have been used to stay in any case.
 
     Raises:
-        OutputError: They cannot be removed.
+        OutputError: Some rows cannot be removed.
     """
     used: dict[Path, float] = {}
     sizes: dict[Path, int] = {}
@@ -299,7 +299,7 @@ def remove_unused(folder: Path, most_bytes: int, *, for_s: float = 0.0) -> Remov
 
 
 def _sound(place: Path, check: Check | None) -> Kept:
-    """Open what is kept in a folder, which must have the bits that were written."""
+    """Open the cached rows of a folder, which must have the bits that were written."""
     document = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
     if document["hash"] != _hash(document["manifest"]):
         raise ValueError("its manifest is damaged")
@@ -308,8 +308,8 @@ def _sound(place: Path, check: Check | None) -> Kept:
         check(found)
     if found.rows.name() != found.manifest["fingerprint"]:
         raise ValueError("its rows are damaged")
-    with suppress(OSError):  # a folder of somebody else's
-        os.utime(place)  # `remove_unused` begins with what was not used for longest
+    with suppress(OSError):  # the folder may belong to another user
+        os.utime(place)  # `remove_unused` removes the least recently used rows first
     return found
 
 
@@ -324,7 +324,7 @@ def _opened(folder: Path, manifest: Mapping[str, Any]) -> Kept:
 
 @contextmanager
 def _lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
-    """Hold a lock that ends with the process, however it ends; False: another process has it."""
+    """Hold a lock that ends with the process, however it ends; yield False if another process has it."""
     with os_errors("lock", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

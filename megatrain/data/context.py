@@ -1,4 +1,4 @@
-"""How many tokens a row may have: what a model's configuration says of its context."""
+"""The number of tokens that a row may have, according to the model's configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ct
 
 
 def context_length(model_config: Any) -> int | None:
-    """Return the most tokens that a transformers config says its model takes; None if it names no limit."""
+    """Return the context length of a transformers config, or None if it names no limit."""
     text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     lengths = (getattr(text_config, name, None) for name in _CONTEXT_NAMES)
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)
@@ -20,11 +20,11 @@ def check_seq_len(seq_len: int, context: int | None) -> None:
     """Check that a model takes sequences of `seq_len` tokens.
 
     Args:
-        seq_len: Tokens of a row.
-        context: As `context_length` returns it.
+        seq_len: The number of tokens of a row.
+        context: The context length, as `context_length` returns it.
 
     Raises:
-        ConfigError: They are beyond the model's context.
+        ConfigError: `seq_len` is beyond the model's context.
     """
     if context is not None and seq_len > context:
         raise ConfigError(

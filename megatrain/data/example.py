@@ -1,4 +1,4 @@
-"""What a row of data says, whatever format it came in: the one form between readers and tokens."""
+"""The form of an example between the readers and the tokenizer, whatever format its row came in."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class Message:
     """One turn of a conversation, in OpenAI's terms."""
 
     role: str
-    """`system`, `user`, `assistant` or `tool`."""
+    """The role: `system`, `user`, `assistant` or `tool`."""
     content: str
     parts: tuple[str, ...] = ()
-    """The content as typed parts, for templates that take them; empty: it came whole."""
+    """The content as typed parts, for templates that take them; empty if it came as one text."""
     reasoning: str | None = None
-    """What the assistant thought before it answered, for templates that show it."""
+    """The assistant's reasoning before its answer, for templates that show it."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    """Each `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, its `id` if it has one."""
+    """The calls: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, perhaps with `id`."""
     name: str | None = None
-    """Of the tool that answers, or of another who speaks."""
+    """The name of the tool that answers, or of another speaker."""
     tool_call_id: str | None = None
-    """Of the call that it answers."""
+    """The id of the call that this message answers."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What else the turn holds, for templates that read it: `tool_plan`, `channel`."""
+    """Other fields of the turn for templates that read them, such as `tool_plan` and `channel`."""
     loss_weight: float | None = None
-    """1 trains on this message, 0 does not; None: as the settings say for its role."""
+    """The weight in the loss: 1 trains on this message, 0 does not; None follows the settings."""
 
 
 Turns = str | tuple[Message, ...]
@@ -38,11 +38,11 @@ Turns = str | tuple[Message, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where an example came from."""
+    """The place that an example came from."""
 
     file: str
     row: int
-    """Line of a `.jsonl` or `.csv` file, row of another, from 1."""
+    """The line of a `.jsonl` or `.csv` file, or the row of another file, counted from 1."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.row}"
@@ -68,7 +68,7 @@ class ChatExample:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other variables of the chat template, such as `enable_thinking`."""
     num_prompt: int = 0
-    """So many of the first messages are a prompt, and the others its completion; 0: nothing says so."""
+    """The number of first messages that are a prompt; the others are its completion. 0 means unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class PreferenceExample:
 
     @property
     def answers(self) -> tuple[Turns, ...]:
-        """The better answer, and the other one."""
+        """Return the better answer and the other one."""
         return self.chosen, self.rejected
 
 
@@ -114,7 +114,7 @@ class KtoExample:
 
     @property
     def answers(self) -> tuple[Turns, ...]:
-        """The one answer."""
+        """Return the one answer."""
         return (self.completion,)
 
 
@@ -126,7 +126,7 @@ class TokensExample:
     source: Source
     input_ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
-    """-100 where nothing is trained; None: everywhere."""
+    """The labels, -100 where nothing is trained; None trains on every token."""
 
 
 JudgedExample = PreferenceExample | KtoExample
@@ -134,7 +134,7 @@ Example = TextExample | ChatExample | CompletionExample | JudgedExample | Tokens
 
 
 def texts_of(example: Example) -> Iterator[str]:
-    """Yield all that an example says, in words; nothing of one that is tokenised already."""
+    """Yield all texts of an example; a tokenised example has none."""
     parts: tuple[Turns, ...] = ()
     if isinstance(example, TextExample):
         parts = (example.text,)

@@ -1,4 +1,4 @@
-"""How an example fits into rows: whole, cut, in pieces or not at all, and counted either way."""
+"""This module fits examples into rows, whole, cut, in pieces or not at all, and counts them either way."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ TOO_LONG = "longer than data.seq_len (data.too_long=drop)"
 
 
 class NotTextError(DataError):
-    """Documents are to be joined, and one is not plain text."""
+    """An example is to be joined with others, but is not plain text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """How examples become rows."""
+    """The settings by which examples become rows."""
 
     seq_len: int
-    """Tokens of a row."""
+    """The number of tokens of a row."""
     way: str
-    """`join`, `best_fit` or `pad`; of judged answers that of their `RowKind`."""
+    """The way of packing: `join`, `best_fit` or `pad`; for judged answers, that of their `RowKind`."""
     too_long: str
-    """`split`, `truncate`, `drop`, or `auto`: text is split, all else truncated."""
+    """The treatment of long examples: `split`, `truncate`, `drop`, or `auto`, which splits text alone."""
     fill_id: int
-    """Of the token that fills rows up."""
+    """The id of the token that fills rows up."""
 
     @property
     def width(self) -> int:
-        """Words of a row in the file."""
+        """The number of words of a row in the file."""
         return self.seq_len * kind_of(self.way).sequences
 
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """What became of the examples."""
+    """The counts of what became of the examples."""
 
     examples: int = 0
     kept: int = 0
     tokens: int = 0
-    """Of the documents in the rows; joined, of all documents."""
+    """The number of tokens of the documents in the rows; if they are joined, of all documents."""
     trained: int = 0
-    """Of these, on how many the loss averages."""
+    """The number of these tokens over which the loss averages."""
     too_long: int = 0
-    """Examples of more tokens than a row has."""
+    """The number of examples with more tokens than a row has."""
     cut_tokens: int = 0
-    """Of these, and of pieces without a token to train on."""
+    """The number of tokens cut from long examples, and of pieces without a token to train on."""
     cut_off: int = 0
-    """Examples whose tokens to train on all lie behind the end of a row."""
+    """The number of examples whose trained tokens all lie behind the end of a row."""
     filled: int = 0
-    """Tokens of the rows that belong to no document."""
+    """The number of tokens of the rows that belong to no document."""
     longest: int = 0
-    """Tokens of the longest example, or answer with its prompt, that is kept, cut to a row."""
+    """The number of tokens of the longest kept example, or answer with its prompt, cut to a row."""
     max_id: int = 0
 
 
@@ -73,21 +73,21 @@ def fit(
     counts: Counts,
     report: ReadReport,
 ) -> list[Any]:
-    """Return what of an example goes into rows, and count it.
+    """Return the parts of an example that go into rows, and count it.
 
     Args:
-        example: As it was read.
-        encoded: As it was encoded.
-        packing: How it becomes rows.
-        counts: Of all examples; this one is added.
-        report: Is told why it is left out, if it is.
+        example: The example that was read.
+        encoded: The tokens of the example, or the reason for leaving it out.
+        packing: The settings by which it becomes rows.
+        counts: The counts of all examples, to which this one is added.
+        report: The report that notes why an example is left out.
 
     Returns:
-        Words, or judged answers; nothing if it is left out.
+        The words or judged answers; nothing if the example is left out.
 
     Raises:
-        NotTextError: It is to be joined, and is no plain text.
-        DataError: It is left out, and `data.on_bad_row` is `stop`.
+        NotTextError: The example is to be joined, and is no plain text.
+        DataError: The example is left out, and `data.on_bad_row` is `stop`.
     """
     if isinstance(encoded, Refused):
         report.drop(example.source, encoded.reason)

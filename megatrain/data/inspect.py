@@ -1,4 +1,4 @@
-"""What data would be trained on: rows kept and dropped, lengths, examples with their trained parts marked."""
+"""Inspection of data before training: rows kept and dropped, lengths, and examples with marks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _MOST_TOKENS_SHOWN = 1024
 _MOST_CHARACTERS_SHOWN = 4000
 
 Pieces = list[tuple[str, bool]]
-"""Text, and whether it is trained on."""
+"""Pieces of text, each with whether it is trained on."""
 
 
 @dataclass(kw_only=True)
 class Inspection:
-    """What was found in one set of data."""
+    """The findings about one set of data."""
 
     report: ReadReport
     unit: str
-    """Of lengths: `tokens`, or `characters` where no tokenizer is known."""
+    """The unit of lengths: `tokens`, or `characters` where no tokenizer is known."""
     seq_len: int | None
     lengths: array[int] = field(default_factory=lambda: array("q"))
-    """Of examples; of a pair, of the longer answer with the prompt."""
+    """The length of each example; for a pair, that of the longer answer with the prompt."""
     total: int = 0
-    """Of all, in the unit; the prompt of a pair is there with each answer."""
+    """The sum of all lengths; the prompt of a pair counts with each answer."""
     num_trained: int = 0
-    """Tokens."""
+    """The number of tokens that are trained on."""
     samples: list[tuple[str, Pieces]] = field(default_factory=list)
-    """Each with its place."""
+    """The sample examples, each with its place."""
     warnings: list[str] = field(default_factory=list)
-    """Of what the chat template does with such data."""
+    """The warnings about what the chat template does with such data."""
 
     @property
     def is_trainable(self) -> bool:
@@ -55,7 +55,7 @@ class Inspection:
         return bool(self.lengths) and (self.unit == "characters" or self.num_trained > 0)
 
     def lines(self, *, colour: bool) -> list[str]:
-        """Say it in lines; with `colour` what is trained on is green, else it is in double brackets."""
+        """Return the report's lines; trained text is green with `colour`, otherwise in double brackets."""
         lines = self.report.lines()
         if not self.lengths:
             return [*lines, "nothing is left to train on"]
@@ -82,7 +82,7 @@ class Inspection:
         return lines
 
     def json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the findings as plain values."""
         lengths = np.frombuffer(self.lengths, dtype=np.int64) if self.lengths else np.zeros(0, np.int64)
         return {
             **self.report.json(),
@@ -104,17 +104,17 @@ def inspect_examples(
     seq_len: int | None,
     num_samples: int = 1,
 ) -> Inspection:
-    """Read all examples, and look at them as training would.
+    """Read all examples, and measure them as training would see them.
 
     Args:
-        stream: Of examples.
-        encoder: Makes tokens of them; None: lengths are of characters.
-        tokenizer: Of the encoder.
-        seq_len: Tokens of a sequence.
-        num_samples: Examples to show, the first that are kept.
+        stream: The stream of examples.
+        encoder: The encoder that tokenises them; if None, lengths are in characters.
+        tokenizer: The tokenizer of the encoder.
+        seq_len: The number of tokens of a sequence.
+        num_samples: The number of examples to show; the first that are kept are shown.
 
     Raises:
-        DataError: As the stream says.
+        DataError: The stream cannot be read.
         ConfigError: The examples need a chat template, and there is none.
     """
     found = Inspection(
@@ -188,7 +188,7 @@ def _marked(text: str, is_trained: bool, colour: bool) -> str:
 
 
 def _bins(lengths: Any) -> list[tuple[int, int]]:
-    """Count lengths by powers of two: the most that a bin holds, and how many do."""
+    """Count lengths by powers of two: return the largest length of each bin and its count."""
     if not len(lengths):
         return []
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Rows to micro-batches, in an order that can be continued from any step.
+"""The loader turns rows into micro-batches, in an order that can be continued from any step.
 
 No row is ever left out: a step that an epoch's end does not fill goes on with the next epoch. The order of an
-epoch depends on the seed and the epoch's number alone, and is drawn from the raw bits of a
-counter generator, which no numpy version may change. So the position is the whole state: two integers.
+epoch depends only on the seed and the epoch's number, and is drawn from the raw bits of a counter generator,
+which no numpy version may change. So the position, two integers, is the whole state.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class PackedLoader:
         """Start at the first row of epoch 0.
 
         Args:
-            rows: (num_rows, T) token ids, or words where they are packed otherwise than joined.
-            micro_batch_size: rows in a micro-batch.
-            num_micro_batches: micro-batches in a step.
-            seed: of the order of the rows.
-            shuffle: a new random order in each epoch; else the order of `rows`.
+            rows: The rows, (num_rows, T): token ids if they are joined, otherwise words.
+            micro_batch_size: The number of rows of a micro-batch.
+            num_micro_batches: The number of micro-batches of a step.
+            seed: The seed of the order of the rows.
+            shuffle: Whether each epoch has a new random order; otherwise rows come in the order of `rows`.
             packing: The way in which the rows are packed; see `as_batch`.
-            name: the fingerprint of the rows, if it is known.
-            day: that the chat template was told, for those who prepare the same data again.
+            name: The fingerprint of the rows, if it is known.
+            day: The date that the chat template was given, for whoever prepares the same data again.
         """
         assert len(rows.shape) == 2
         assert len(rows) > 0
@@ -61,7 +61,7 @@ class PackedLoader:
         self._seed = seed
         self._shuffle = shuffle
         self.num_tokens = 0
-        """Of the step that was returned last, without what fills rows up."""
+        """The number of tokens of the step that was returned last, without filling."""
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -70,7 +70,7 @@ class PackedLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every row has been visited; the last may reach into the next epoch."""
+        """The number of steps until every row has been visited; the last may reach into the next epoch."""
         per_step = self._micro_batch_size * self._num_micro_batches
         return -(-len(self.rows) // per_step)
 
@@ -83,7 +83,7 @@ class PackedLoader:
         return [self._micro_batch() for _ in range(self._num_micro_batches)]
 
     def state(self) -> dict[str, Any]:
-        """Return where the next step begins, and of which data and order; plain values for JSON."""
+        """Return the position of the next step, the data's name and their order, as plain values for JSON."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -96,7 +96,7 @@ class PackedLoader:
         """Continue where `state` was taken. The size of a step may have changed since.
 
         Raises:
-            DataError: the state belongs to other data, or to another order of it.
+            DataError: The state belongs to other data, or to another order of it.
         """
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
@@ -134,13 +134,13 @@ class PackedLoader:
 
 
 def as_batch(rows: NDArray[np.int32], packing: str) -> dict[str, torch.Tensor]:
-    """Return what a model's forward takes, each (B, T) int64.
+    """Return the arguments of a model's forward, each (B, T) int64.
 
-    Joined rows give `input_ids` and equal `labels`. Others are words, with `labels` of -100 where nothing is
-    trained on; packed best-fit they have `position_ids` too, which begin anew with each document: by them
-    attention keeps documents apart, where no `attention_mask` is given. A row of one document that is filled
-    up at its end needs neither: no token sees what comes after it. Rows of judged answers are two such rows
-    each, with their reference; see `judged_batch`.
+    Joined rows give `input_ids` and equal `labels`. Other rows hold words, whose `labels` are -100 where
+    nothing is trained on. Rows packed best-fit also give `position_ids`, which begin anew with each document:
+    where there is no `attention_mask`, attention uses them to keep documents apart. A row with one document
+    and filling at its end needs neither, since no token sees what comes after it. A row of judged answers is
+    two such rows with their reference; see `judged_batch`.
     """
     if kind_of(packing).is_judged:
         return judged_batch(*split_reference(rows))

@@ -1,8 +1,8 @@
-"""Documents of words to rows of one length: joined and cut, packed best-fit, or one to a row.
+"""Packing turns documents of words into rows of one length: joined and cut, packed best-fit, or one to a row.
 
-Joined, a row may hold several documents and the end of one, which see each other, and nothing is padded.
-Packed best-fit, no token sees another document: positions begin at 0 with each, and what a row has left is
-filled. Both hold a bounded number of tokens at a time, whatever the data's size.
+Joined rows hold whole and cut documents that see each other, and need no padding. In rows packed best-fit, no
+token sees another document: positions begin at 0 with each document, and the rest of a row is filled. Both
+hold a bounded number of tokens at a time, whatever the data's size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _DOCUMENTS_PER_CALL = 1000
 _TOKENS_AT_ONCE = 1 << 22
-"""That best-fit packing holds and arranges at a time: 16 MiB. Rows of many short documents get full to
-better than 99 % with far fewer."""
+"""The number of tokens that best-fit packing holds and arranges at a time: 16 MiB. Rows of many short
+documents are more than 99 % full with far fewer."""
 
 
 def tokenize(
@@ -32,7 +32,7 @@ def tokenize(
     """Yield each text's token ids with the special tokens the tokenizer adds itself, and `end_id` last."""
     remaining = iter(texts)
     while batch := list(islice(remaining, _DOCUMENTS_PER_CALL)):
-        # verbose=False: text longer than the model's context is expected here, since windows are cut from it.
+        # verbose=False: text beyond the model's context is expected here, since windows are cut from it.
         encoded: Any = tokenizer(
             batch, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
@@ -44,13 +44,13 @@ def split_long(words: Words, seq_len: int, way: str) -> tuple[list[Words], int]:
     """Make a document fit into rows.
 
     Args:
-        words: Of the document.
-        seq_len: Tokens of a row.
-        way: What becomes of one that is longer: `split` into pieces that see nothing of each other,
-            `truncate` at the end, or `drop`.
+        words: The words of the document.
+        seq_len: The number of tokens of a row.
+        way: The treatment of a longer document: `split` into pieces that cannot see each other, `truncate` at
+            the end, or `drop`.
 
     Returns:
-        Its pieces that have tokens to train on, and how many tokens were cut off or left out.
+        The pieces that have tokens to train on, and the number of tokens that were cut off or left out.
     """
     pieces = [words]
     if len(words) > seq_len:
@@ -64,17 +64,17 @@ def split_long(words: Words, seq_len: int, way: str) -> tuple[list[Words], int]:
 
 
 class Packer(ABC):
-    """Takes documents, gives rows."""
+    """Turns documents into rows."""
 
     def __init__(self, seq_len: int) -> None:
-        """Begin with nothing.
+        """Make an empty packer.
 
         Args:
-            seq_len: Tokens of a row.
+            seq_len: The number of tokens of a row.
         """
         self._seq_len = seq_len
         self.num_filled = 0
-        """Tokens of the rows that belong to no document."""
+        """The number of tokens of the rows that belong to no document."""
 
     @abstractmethod
     def add(self, words: Words) -> Iterator[NDArray[np.int32]]:
@@ -95,7 +95,7 @@ class Joining(Packer):
 
     @property
     def num_left(self) -> int:
-        """Tokens after the last whole row."""
+        """The number of tokens after the last whole row."""
         return self._held
 
     def add(self, words: Words) -> Iterator[NDArray[np.int32]]:
@@ -117,7 +117,7 @@ class Joining(Packer):
 
 
 def join_documents(documents: Iterable[Sequence[int]], seq_len: int) -> NDArray[np.int32]:
-    """Join documents of token ids in memory, and return (num_rows, seq_len) rows; what is left is dropped."""
+    """Join documents of token ids into (num_rows, seq_len) rows in memory; a partial last row is dropped."""
     packer = Joining(seq_len)
     rows = [row for ids in documents for row in packer.add(np.asarray(ids, dtype=np.int32))]
     return np.concatenate([np.empty((0, seq_len), dtype=np.int32), *rows, *packer.finish()])
@@ -127,12 +127,12 @@ class BestFit(Packer):
     """Puts each document into the fullest row that has room for it, the longest first."""
 
     def __init__(self, seq_len: int, fill_id: int, *, tokens_at_once: int = _TOKENS_AT_ONCE) -> None:
-        """Begin with nothing.
+        """Make an empty packer.
 
         Args:
-            seq_len: Tokens of a row.
-            fill_id: Of the token that fills rows up.
-            tokens_at_once: How many are arranged at a time.
+            seq_len: The number of tokens of a row.
+            fill_id: The id of the token that fills rows up.
+            tokens_at_once: The number of tokens that are arranged at a time.
         """
         super().__init__(seq_len)
         self._fill_id = fill_id
@@ -164,7 +164,7 @@ class BestFit(Packer):
         yield packed
 
     def _arrange(self) -> list[list[int]]:
-        """Return which documents share a row, rows and documents in the order of the data."""
+        """Return the documents of each row, with rows and documents in the order of the data."""
         return best_fit([len(words) for words in self._held], self._seq_len)
 
 
@@ -176,20 +176,20 @@ class OnePerRow(BestFit):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack by best-fit decreasing.
+    """Pack items by best-fit decreasing.
 
     Args:
-        lengths: Of what is packed, each at most `room`.
-        room: Of a row.
+        lengths: The lengths of the items, each at most `room`.
+        room: The capacity of a row.
 
     Returns:
-        The numbers of what is in each row, ascending; the rows by their first.
+        The numbers of the items in each row, ascending; rows are ordered by their first item.
 
     Source: Fewer Truncations Improve Language Modeling (Ding et al., 2024).
     """
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
-    available = 0  # bit r: some row has r tokens of room
+    available = 0  # bit r says that some row has r tokens of room
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[number]
         fitting = available >> length

@@ -1,8 +1,8 @@
-"""Judged answers as rows: two sequences side by side, each a prompt and an answer.
+"""Judged answers as rows: a row is two sequences side by side, each a prompt and an answer.
 
-A row of a pair holds the chosen answer and the rejected one. A row of a marked answer holds that, and beside
-it the same prompt with an answer to another one: by these a loss knows how far the model is from its
-reference. The answers of up to 64 rows change places for that, each row's going to the next.
+A row of a pair holds the chosen and the rejected answer. A row of a marked answer holds that answer, and
+beside it the same prompt with the answer to another one, from which a loss estimates how far the model is
+from its reference. For that, the answers rotate among up to 64 rows: each row's answer goes to the next row.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SIDES = 2
-"""Sequences of a row."""
+"""The number of sequences of a row."""
 _AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Answers and the prompt of each, as token ids."""
+    """The answers and the prompt of each, as token ids."""
 
     prompts: tuple[Sequence[int], ...]
-    """One for each answer: the same one, unless the answers begin with system prompts of their own."""
+    """The prompt of each answer: the same one, unless answers begin with system prompts of their own."""
     answers: tuple[Sequence[int], ...]
-    """The chosen and the rejected one, or one that is marked."""
+    """The chosen and the rejected answer, or a single one that is marked."""
     is_good: bool = False
-    """The one answer is."""
+    """Whether the single answer is marked good."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Return the number of tokens of each sequence."""
         pairs = zip(self.prompts, self.answers, strict=True)
         return [len(prompt) + len(answer) for prompt, answer in pairs]
 
     @property
     def max_id(self) -> int:
-        """Largest token id."""
+        """Return the largest token id."""
         return max(itertools.chain(*self.prompts, *self.answers))
 
     def sides(self, seq_len: int) -> list[Words]:
@@ -59,7 +59,7 @@ class Judged:
         return found
 
     def show(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-        """Decode it in pieces; return each with whether it is trained on."""
+        """Decode the example in pieces, each with whether it is trained on."""
         names = ("chosen", "rejected") if len(self.answers) > 1 else ("good" if self.is_good else "bad",)
         is_shared = len({tuple(prompt) for prompt in self.prompts}) == 1
         pieces = [(tokenizer.decode(list(self.prompts[0])), False)] if is_shared else []
@@ -70,16 +70,16 @@ class Judged:
 
 
 class PairPacker:
-    """Takes judged answers, gives rows."""
+    """Turns judged answers into rows."""
 
     def __init__(self, seq_len: int, fill_id: int, *, borrows: bool) -> None:
-        """Begin with nothing.
+        """Make an empty packer.
 
         Args:
             seq_len: The number of tokens of a sequence.
             fill_id: The id of the token that fills sequences up.
-            borrows: Whether examples have one answer, and get that of the example before as their second; the
-                first gets that of the last.
+            borrows: Whether examples have one answer and borrow that of the previous example as their second;
+                the first example borrows from the last.
         """
         self.num_filled = 0
         self._seq_len, self._fill_id, self._borrows = seq_len, fill_id, borrows
@@ -88,7 +88,7 @@ class PairPacker:
     def add(self, example: Judged) -> Iterator[NDArray[np.int32]]:
         """Take an example; yield (num_rows, 2 * seq_len) rows that are ready."""
         self._held.append(example)
-        if len(self._held) == 2 * _AT_ONCE:  # so that never a single one is left
+        if len(self._held) == 2 * _AT_ONCE:  # half stay, so that never a single one is left
             yield self._rows(self._held[:_AT_ONCE])
             self._held = self._held[_AT_ONCE:]
 
@@ -96,7 +96,7 @@ class PairPacker:
         """Yield the rows that are left.
 
         Raises:
-            DataError: An answer has no other example's to be compared with.
+            DataError: An answer has no other example's answer to be compared with.
         """
         if self._borrows and len(self._held) == 1:
             raise DataError("there is one answer, and the loss compares it with others; add rows")
@@ -125,14 +125,14 @@ class PairPacker:
 
 
 def sequences(words: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return (2 B, T) of (B, 2 T), a row's two after each other."""
+    """Return a (B, 2 T) array as (2 B, T), a row's two sequences after each other."""
     return words.reshape(SIDES * len(words), -1)
 
 
 def judged_batch(
     words: NDArray[np.int32], reference: NDArray[np.float32] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return what a model's forward takes, and what its loss takes beside that.
+    """Return the arguments of a model's forward, and of its loss if there is a reference.
 
     Args:
         words: The rows, (B, 2 T).
@@ -153,19 +153,19 @@ def judged_batch(
 
 
 class JudgedRows:
-    """Rows with the log-probabilities of their answers in the reference behind them, as bits of fp32."""
+    """Rows with the reference's log-probabilities of their answers appended, as bits of fp32."""
 
     def __init__(self, rows: Rows, name: str) -> None:
-        """Take rows; nothing can be read until `reference` is there.
+        """Wrap rows; none can be read until `reference` is set.
 
         Args:
-            rows: (num_rows, 2 T).
-            name: Their fingerprint.
+            rows: The rows, (num_rows, 2 T).
+            name: The fingerprint of the rows.
         """
         self.rows = rows
         self.name = name
         self.reference: Rows | None = None
-        """(num_rows, 2)."""
+        """The log-probabilities of the answers in the reference, (num_rows, 2)."""
         self.shape = (rows.shape[0], rows.shape[1] + SIDES)
 
     def __len__(self) -> int:
@@ -178,7 +178,7 @@ class JudgedRows:
 
 
 class NoReference:
-    """In the place of a reference, where only times are measured."""
+    """Stands in for a reference where only times are measured."""
 
     def __init__(self, num_rows: int) -> None:
         self.shape = (num_rows, SIDES)
@@ -192,6 +192,6 @@ class NoReference:
 
 
 def split_reference(rows: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return the words and the log-probabilities of rows of `JudgedRows`."""
+    """Split rows of `JudgedRows` into their words and their log-probabilities."""
     reference = np.ascontiguousarray(rows[:, -SIDES:]).view(np.float32)
     return np.ascontiguousarray(rows[:, :-SIDES]), reference

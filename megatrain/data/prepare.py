@@ -1,4 +1,4 @@
-"""Examples to packed rows: encoded by one process or several, packed in the data's order, and counted."""
+"""Examples become packed rows: they are encoded by one process or several, packed in order, and counted."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ _SAMPLE_TOKENS = 2000
 _SHOWN_CHARACTERS = 300
 _PROGRESS_S = 10.0
 _MULTIPLE = 8
-"""Of tokens in a row that is advised."""
+"""The number of which the advised number of tokens of a row is a multiple."""
 _MOST_CUT_OFF = 0.05
-"""Of the examples, that pass without a warning."""
+"""The share of examples that may be cut off entirely without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Packed rows, and what became of the examples."""
+    """Packed rows, and the counts of what became of the examples."""
 
     rows: RowFile
-    """Of words."""
+    """The rows, each a sequence of words."""
     packing: str
-    """The way."""
+    """The way in which the rows are packed."""
     fingerprint: str
     """A name for exactly these rows."""
     counts: Counts
     sample: list[tuple[str, bool]]
     """The first example that was kept, decoded in pieces, each with whether it is trained on."""
     read: list[str]
-    """What became of the rows that were read, in lines."""
+    """The lines that say what became of the rows that were read."""
     warning: str | None
-    """What is wrong with the chat template."""
+    """The fault of the chat template, if it has one."""
     ends: list[int] | None
-    """Special tokens that are trained on; None: the rows are text, or `warning` says that there is no end."""
+    """The special tokens that are trained on; None for text, or if `warning` says that there is no end."""
     day: str | None
-    """That the chat template was told, as `2026-11-23`; None: it has not asked."""
+    """The date that the chat template was given, as `2026-11-23`; None if it has not asked."""
 
     @property
     def max_id(self) -> int:
-        """Largest token id."""
+        """Return the largest token id."""
         return self.counts.max_id
 
     @property
     def kind(self) -> RowKind:
-        """What a row holds."""
+        """Return the kind of the rows."""
         return kind_of(self.packing)
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         return self.rows.shape[1] // self.kind.sequences
 
     @property
     def padding(self) -> float:
-        """The share of the rows' tokens that belong to no example."""
+        """Return the share of the rows' tokens that belong to no example."""
         return self.counts.filled / (self.rows.shape[0] * self.rows.shape[1])
 
     def describe(self) -> str:
@@ -105,7 +105,7 @@ class Prepared:
         )
 
     def show_sample(self) -> str:
-        """Return the first example as one line, what is trained on between double brackets."""
+        """Return the first example as one line, with trained text between double brackets."""
         parts = []
         for text, is_trained in self.sample:
             line = text.replace("\\", "\\\\").replace("\n", "\\n")
@@ -116,13 +116,13 @@ class Prepared:
         return "".join(parts)
 
     def faults(self) -> list[str]:
-        """Return what the rows held, and what was dropped, repaired or cut; nothing where all is there."""
+        """Return lines about what was dropped, repaired or cut; none if everything is there."""
         cut = self._cut()
         is_whole = not cut and not any(line.startswith(" ") for line in self.read)
         return [] if is_whole else [*self.read, *cut]
 
     def say_faults(self) -> None:
-        """Log them."""
+        """Log the faults."""
         for line in self.faults():
             _log.info("%s", line)
 
@@ -136,7 +136,7 @@ class Prepared:
         ]
 
     def _too_wide(self) -> list[str]:
-        """Say which rows are enough, where each has one example and the longest fills half of it or less."""
+        """Advise shorter rows, where each has one example and the longest fills at most half of it."""
         longest = self.counts.longest
         fits = -(-longest // _MULTIPLE) * _MULTIPLE
         if self.packing == "best_fit" or not longest or 2 * fits > self.seq_len:
@@ -147,9 +147,9 @@ class Prepared:
         ]
 
     def notes(self) -> list[str]:
-        """Return what the rows held, what was cut, dropped and why, and a sample, a line each.
+        """Return lines about the contents, the cuts, the dropped rows with their reasons, and a sample.
 
-        Of text that is trained on as it is, and all of it, there is nothing to say.
+        Plain text that is trained on as a whole gives no lines.
         """
         if self.packing == "join":
             return self.faults()
@@ -169,19 +169,19 @@ def prepare_rows(
     workers: int = 1,
     show_progress: Callable[[str], object] = _log.info,
 ) -> Prepared:
-    """Return the packed rows of examples: those that are kept under a key, or new ones.
+    """Return the packed rows of examples: the cached rows of a key, or new ones.
 
     Args:
-        examples: Called if they have to be read.
-        recipe: Of the encoder.
-        packing: How they become rows.
-        folder: Of all that is kept; None: nothing is.
-        key: Names the files, settings and software that the rows come from.
-        workers: Processes that encode; with 1, this one.
-        show_progress: Is given a line from time to time.
+        examples: The function that opens the examples; it is called only if they have to be read.
+        recipe: The recipe of the encoder.
+        packing: The settings by which examples become rows.
+        folder: The folder of all cached rows; if None, nothing is cached.
+        key: The name of the files, settings and software that the rows come from.
+        workers: The number of processes that encode; with 1, this process does.
+        show_progress: The function that is given a line of progress from time to time.
 
     Raises:
-        DataError: Not one row, or nothing to train on.
+        DataError: There is not one row, or nothing to train on.
         ConfigError: The examples need a chat template, and there is none.
         OutputError: The rows cannot be written.
     """
@@ -195,7 +195,7 @@ def prepare_rows(
 
 
 def find_prepared(folder: Path, key: str) -> Prepared | None:
-    """Return the rows of a key if they are there and can be used."""
+    """Return the cached rows of a key, or None if there are none that can be used."""
     found = find_rows(folder, key, _as_prepared)
     return None if found is None else _said(_as_prepared(found))
 
@@ -229,7 +229,7 @@ def _make(
     workers: int,
     show_progress: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Write the rows; return the manifest."""
+    """Write the rows, and return the manifest."""
     packer, counts = _packer(packing), Counts()
     sample: list[tuple[str, bool]] = []
     ends, has_chats, is_text = TrainedEnds(recipe.tokenizer), False, True
@@ -279,7 +279,7 @@ def _make(
 
 
 def _warning(counts: Counts, packing: Packing, more: Sequence[str | None]) -> str | None:
-    """Return what a user should hear of the rows before the first step, beside `more`."""
+    """Return the warning that a user should see before the first step, with the lines of `more`."""
     warnings = [one for one in more if one is not None]
     if counts.cut_off > counts.examples * _MOST_CUT_OFF:
         warnings.append(
@@ -304,7 +304,7 @@ def _packer(packing: Packing) -> Packer | PairPacker:
 
 
 def _show(piece: Words | Judged, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Decode what is trained on first, in pieces, each with whether it is trained on."""
+    """Decode a piece's first trained part, each part with whether it is trained on."""
     return piece.show(tokenizer) if isinstance(piece, Judged) else show(piece[:_SAMPLE_TOKENS], tokenizer)
 
 

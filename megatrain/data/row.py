@@ -1,4 +1,4 @@
-"""A row as it was read, or what is wrong with it."""
+"""A row as it was read, or the reason why it cannot be used."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class RowError(Exception):
-    """Why a row cannot be used.
+    """The reason why a row cannot be used.
 
     Args:
-        reason: The same words for all rows with this fault, since they are counted by it.
-        detail: What is wrong with this one.
-        is_fault: False where there is nothing wrong, but nothing to train on either: an empty document.
+        reason: The reason, in the same words for all rows with this fault, since they are counted by it.
+        detail: The fault of this particular row.
+        is_fault: Whether something is wrong; False for an empty document, which has nothing to train on.
     """
 
     def __init__(self, reason: str, detail: str = "", *, is_fault: bool = True) -> None:
@@ -25,30 +25,30 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a reader yields."""
+    """A row as a reader yields it."""
 
     number: int
-    """Line or row in its file, from 1."""
+    """The line or row in its file, counted from 1."""
     value: Mapping[str, Any] | RowError
-    """By column; the error of a row that could not be read."""
+    """The values by column, or the error of a row that could not be read."""
     unit: str = "row"
-    """`line` where `number` is one."""
+    """The unit of `number`: `line` or `row`."""
     end: int = 0
-    """Bytes of the file up to the end of this row, for going on behind it; 0: not known."""
+    """The bytes of the file up to the end of this row, from which reading continues; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where to go on in a file."""
+    """The position in a file from which reading continues."""
 
     number: int = 0
-    """Of the last row that is not read again."""
+    """The number of the last row that is not read again."""
     end: int = 0
-    """As in `Row`."""
+    """The number of bytes up to there, as in `Row`."""
 
 
 def kind(value: object) -> str:
-    """Say what a value is, in the words of JSON."""
+    """Return the kind of a value, in the words of JSON."""
     kinds = {str: "a string", int: "a number", float: "a number", bool: "true or false", list: "a list"}
     kinds |= {dict: "an object", type(None): "null"}
     return kinds.get(type(value), f"a value of type {type(value).__name__}")

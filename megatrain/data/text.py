@@ -1,4 +1,4 @@
-"""Documents of text files alone, where every row must be one."""
+"""Documents of text files, where every row must be a document."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def read_texts(paths: Iterable[str], *, text_column: str = "text") -> Iterator[T
     """Yield the documents of `paths` in order; documents of white space only are left out.
 
     Args:
-        paths: As `data.path`.
-        text_column: Column that holds the text of a row.
+        paths: The paths, as in `data.path`.
+        text_column: The column that holds the text of a row.
 
     Raises:
-        DataError: A file that is missing, empty or of another kind, text that is not UTF-8, a row that cannot
-            be read or has no text, or a file without a single usable document. Names the file and the row.
+        DataError: A file is missing, empty or of another kind, text is not UTF-8, a row cannot be read or has
+            no text, or a file has no usable document. The error names the file and the row.
     """
     data = DataConfig(path=tuple(paths), format="text", text_column=text_column, on_bad_row="stop")
     for example in read_examples(data):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 _NUM_BYTES = 256
-# One of these makes it a directory with a tokenizer. Without, transformers may build an empty one in silence.
+# A tokenizer needs one of these files; without them transformers may silently build an empty one.
 _VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -39,16 +39,16 @@ _VOCABULARY_FILES = (
 
 
 _OF_THIS_LOAD = ("is_local", "local_files_only")
-"""What transformers notes of how a tokenizer was loaded, and would save as its configuration."""
+"""Notes of transformers about how a tokenizer was loaded, which it would save as its configuration."""
 
 
 _TRIED = "Once upon a time"
 _PANIC = "PanicException"
-"""Of Rust; its class is in no module, and derived from `BaseException`."""
+"""The name of Rust's panic, whose class is in no module and derives from `BaseException`."""
 
 
 def has_tokenizer(path: str) -> bool:
-    """Tell whether a local model directory holds a tokenizer's vocabulary; a hub id counts as having one."""
+    """Return whether a local model directory holds a tokenizer's vocabulary; a hub id counts as one."""
     return not Path(path).is_dir() or any(Path(path, name).is_file() for name in _VOCABULARY_FILES)
 
 
@@ -56,7 +56,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory or hub id.
 
     Raises:
-        ModelError: none there, not readable, or one that needs code from the directory.
+        ModelError: There is no tokenizer, it is not readable, or it needs code from the directory.
     """
     from transformers import AutoTokenizer
 
@@ -73,12 +73,12 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         with asking:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        tokenizer.decode(tokenizer(_TRIED)["input_ids"])  # some settings are wrong in use only
+        tokenizer.decode(tokenizer(_TRIED)["input_ids"])  # some settings fail only in use
     except MegatrainError:
         raise
     except (
         BaseException
-    ) as error:  # whatever transformers, tokenizers and sentencepiece raise for damaged files
+    ) as error:  # the errors of transformers, tokenizers and sentencepiece for damaged files
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
         refused = os_error_behind(error, path)
@@ -115,7 +115,7 @@ def new_tokens(given: tuple[str, ...] | str) -> list[str]:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> None:
-    """Let a tokenizer have words that no text is normalised into; it keeps those that it has."""
+    """Add words to a tokenizer, to which no text is normalised; words that it already has stay."""
     from tokenizers import AddedToken
 
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
@@ -143,8 +143,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """Train a byte-level BPE; equal texts give an equal tokenizer.
 
     Args:
-        texts: the documents to learn from.
-        vocab_size: entries in all: `<|endoftext|>`, the 256 bytes, and merges. Fewer if the texts give out.
+        texts: The documents to learn from.
+        vocab_size: The number of entries: `<|endoftext|>`, 256 bytes, and as many merges as texts give.
 
     Raises:
         ConfigError: `vocab_size` has no room for the bytes.
@@ -176,7 +176,7 @@ def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the token that ends a document.
 
     Raises:
-        ConfigError: the tokenizer has none.
+        ConfigError: The tokenizer has none.
     """
     eos_token_id: Any = tokenizer.eos_token_id
     if eos_token_id is None:
@@ -191,7 +191,7 @@ def check_vocabulary(max_id: int, vocab_size: int, *, tokenizer_size: int | None
     """Check that the model has an embedding for every token of the data.
 
     Raises:
-        DataError: the data has a token id beyond the model's vocabulary.
+        DataError: The data have a token id beyond the model's vocabulary.
     """
     if max_id >= vocab_size:
         entries = "" if tokenizer_size is None else f" of {tokenizer_size} entries"

@@ -1,4 +1,4 @@
-"""Tokens as they are kept and packed: a token id and its flags in one int32."""
+"""Tokens as they are cached and packed: a token id and its flags in one int32."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 TRAINED: Final = 1 << 30
 """The model is trained to predict this token."""
 START: Final = 1 << 29
-"""The first token of a document, or of a piece of one: it is not predicted, and sees nothing before it."""
+"""The first token of a document, or of a piece of one, which is not predicted and sees nothing before it."""
 GOOD: Final = 1 << 28
-"""On the first token of an answer that is marked good."""
+"""The flag on the first token of an answer that is marked good."""
 IDS: Final = GOOD - 1
-"""Bits of the token id."""
+"""The bits of the token id."""
 
 Words = NDArray[np.int32]
 
 
 def join_words(ids: NDArray[np.integer], trained: NDArray[np.bool_]) -> Words:
-    """Return a document's tokens with their flags; the first has nothing that it could be predicted from."""
+    """Return a document's tokens with their flags; the first is never trained, since nothing predicts it."""
     words = ids.astype(np.int32)
     words[trained] |= TRAINED
     if len(words):
@@ -34,10 +34,10 @@ def num_trained(words: Words) -> int:
 
 
 def num_present(rows: Words) -> int:
-    """Count the tokens of packed rows that belong to a document, and do not fill a row up.
+    """Count the tokens of packed rows that belong to a document, and are no filling.
 
     Args:
-        rows: (B, T); what fills a row up is its last piece, the only one of which nothing is trained on.
+        rows: The rows, (B, T); the filling of a row is its last piece, the only one without a trained token.
     """
     length = rows.shape[-1]
     last_start, last_trained = (
@@ -50,7 +50,7 @@ def split_words(words: Words) -> tuple[NDArray[np.int64], NDArray[np.int64], NDA
     """Return token ids, labels and positions of rows of words, each of their shape.
 
     Args:
-        words: (B, T); each row begins with a START.
+        words: The rows, (B, T); each begins with a START.
 
     Returns:
         `input_ids`, `labels` (-100 where not trained) and `position_ids`, which begin at 0 with every START.

@@ -1,6 +1,6 @@
 """Hugging Face's trainers over streamed models: Trainer, and TRL's SFT, DPO, KTO, GRPO and RLOO trainers.
 
-The names resolve on first use: TRL is loaded by its own trainers alone.
+The names resolve on first use, so that TRL is loaded by its own trainers alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the user says to a streaming trainer: its own arguments, and what TrainingArguments mean to it.
+"""The arguments of a streaming trainer: its own, and the meaning of TrainingArguments for it.
 
-Nothing of TrainingArguments is ignored in silence: what streaming does in another way is mapped, and said in
-the log; what it cannot do is refused before anything is loaded, with what to write in its place.
+Nothing of TrainingArguments is silently ignored: what streaming does in another way is mapped and logged;
+what it cannot do is refused before anything is loaded, with the setting to write instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-"""Values of `optim` that mean what `engine.adamw` is."""
+"""The values of `optim` that mean the optimizer `engine.adamw`."""
 
 _INSTEAD = {
     "adamw_bnb_8bit": "MegatrainArguments(optimizer_state='int8')",
@@ -40,30 +40,30 @@ _INSTEAD = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatrainArguments:
-    """How the model of a trainer streams; every default is planned for the model and this machine."""
+    """The settings by which a trainer's model streams; every default is planned for the model and machine."""
 
     choice: Choice = field(default_factory=Choice)
-    """What is decided, such as `Choice(lockstep=4)`; the rest is planned."""
+    """The decided part of the choice, such as `Choice(lockstep=4)`; the rest is planned."""
     device: str | torch.device | Lanes | None = None
-    """Where to compute; None: the device of TrainingArguments."""
+    """The device that computes; None takes the device of TrainingArguments."""
     seq_len: int | None = None
-    """Tokens of the longest row, for the plan; None: `max_length` of TRL's arguments, or the model's context,
-    at most 4,096."""
+    """The number of tokens of the longest row, for the plan; None takes `max_length` of TRL's arguments, or
+    the model's context, at most 4,096."""
     optimizer_state: str = "fp32"
-    """What the moments are kept in: `fp32`, or `bf16` or `int8`, which are not exact."""
+    """The format of the moments: `fp32`, or `bf16` or `int8`, which are not exact."""
     compile: str = "auto"
     """Whether layers run through torch.compile: `on`, `off` or `auto`."""
     deterministic: bool = False
-    """Give the same bits in every run on the same device."""
+    """Whether every run on the same device gives the same bits."""
     host_limit: int | str | None = None
-    """Host memory that the state may take, in bytes or as `64GiB`; None: what there is."""
+    """The host memory that the state may take, in bytes or as `64GiB`; None means all there is."""
     device_limit: int | str | None = None
-    """Device memory for what streams, likewise; None: what there is."""
+    """The device memory for streaming, in bytes or as `64GiB`; None means all there is."""
     tiers: Tiers | None = None
-    """Drives, and what of the state lives there."""
+    """The drives, and the state that lives there."""
     shards: int | None = None
-    """Runs of a step, in which gradients add up: a power of two, which decides the bits (`parallel.shards`).
-    None: as many as ranks."""
+    """The number of runs of a step in which gradients add up: a power of two, which decides the bits
+    (`parallel.shards`). None means as many as ranks."""
 
     def attach_settings(
         self,
@@ -76,11 +76,11 @@ class MegatrainArguments:
         """Return the keywords of `megatrain.attach`.
 
         Args:
-            args: Of the trainer, as `mapped` returns them.
-            context: Tokens that the model can see.
-            precision: As `precision_of` returns it.
-            num_passes_before: As in `StepBatch`.
-            ranks: That train together; None: there is one.
+            args: The arguments of the trainer, as `mapped` returns them.
+            context: The number of tokens that the model can see.
+            precision: The precision, as `precision_of` returns it.
+            num_passes_before: The number of passes before the loss, as in `StepBatch`.
+            ranks: The ranks that train together; None for a single process.
         """
         return {
             "ranks": ranks,
@@ -111,7 +111,7 @@ class MegatrainArguments:
     def batch(
         self, args: TrainingArguments, context: int | None, num_passes_before: int = 0, num_ranks: int = 1
     ) -> StepBatch:
-        """Return what a step trains on, all ranks together.
+        """Return the batch of a step of all ranks together.
 
         Raises:
             ConfigError: The ranks cannot share it out.
@@ -134,11 +134,11 @@ def mapped(args: TrainingArguments, ranks: Ranks | None = None) -> TrainingArgum
     """Return a copy of arguments for the plain trainer, after a check that all of them can be kept.
 
     Args:
-        args: Of the user, for each rank.
-        ranks: Each of which goes through all micro-batches of a step; None: there is one.
+        args: The user's arguments for each rank.
+        ranks: The ranks, each of which goes through all micro-batches of a step; None for a single process.
 
     Raises:
-        ConfigError: One cannot.
+        ConfigError: One of the arguments cannot be kept.
     """
     _refuse(args)
     if ranks is not None:

@@ -1,7 +1,7 @@
-"""What callbacks of a trainer see, and on several ranks decide: all do what those of the first one say.
+"""The callbacks of a trainer of several ranks, where all ranks obey those of the first one.
 
-Every rank calls its callbacks, and one may look at the clock, at a signal, or at its own number. What they
-set in the trainer's control where ranks do not agree, such as in the middle of a step, waits until they do.
+Every rank calls its callbacks, and one may look at the clock, at a signal, or at its own number. What
+callbacks set in the trainer's control at other times, such as within a step, waits until the ranks agree.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class FirstDecides:
     """The control of a trainer, for as long as it trains."""
 
     def __init__(self, ranks: Ranks, trainer: Any) -> None:
-        """Let nothing wait yet."""
+        """Wrap a trainer; nothing waits yet."""
         self._ranks, self._trainer = ranks, trainer
         self._waiting: dict[str, bool] = {}
         self._are_together = False
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Call callbacks so that ranks stay together."""
+        """Call callbacks in a way that keeps ranks together."""
         handler = self._trainer.callback_handler
         self._call = handler.call_event
         handler.call_event = self._call_event
@@ -53,7 +53,7 @@ class FirstDecides:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Agree on what was set so far, and inside after each callback: all ranks call the same ones."""
+        """Agree on the wishes so far, and inside after each callback; all ranks call the same ones."""
         self._agree(self._trainer.control)
         self._are_together = True
         try:

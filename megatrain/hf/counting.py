@@ -1,8 +1,8 @@
-"""Trainers whose own methods count micro-batches, such as those of TRL that generate: these pass one by one.
+"""Detection of trainers whose methods count micro-batches, such as those of TRL that generate.
 
 In lockstep all micro-batches of a step begin before the first one ends, the last one first. A method that
-chooses by a number which each call leaves to the next one then finds the wrong number, without an error: GRPO
-trains on other completions than it has generated.
+decides by a number which each call leaves to the next one then silently finds the wrong number: GRPO would
+train on other completions than it has generated. So these trainers pass micro-batches one by one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _OF_A_CALL = ("training_step", "compute_loss", "prediction_step", "_prepare_inputs", "_prepare_input")
-"""Methods of a trainer that each micro-batch passes."""
+"""The methods of a trainer that each micro-batch passes."""
 
 
 def what_counts(kind: type) -> str | None:
-    """Name what a trainer's methods leave from one micro-batch to the next, and look at; None: nothing.
+    """Name the state that a trainer's methods carry from one micro-batch to the next; None if there is none.
 
-    An attribute that is only written, or only added to, decides nothing. That of TRL's number of tokens is
-    put in order by `Traces`.
+    An attribute that is only written, or only added to, decides nothing. TRL's number of tokens is put in
+    order by `Traces`.
 
     Args:
-        kind: The trainer's class; methods of transformers' Trainer and of this package are known, and what it
-            keeps in order itself (`_in_order`) is left out.
+        kind: The trainer's class. Methods of transformers' Trainer and of this package are known, and
+            attributes that the class keeps in order itself (`_in_order`) are left out.
     """
     homes: dict[str, str] = {}
     read: set[str] = set()
@@ -56,15 +56,15 @@ def what_counts(kind: type) -> str | None:
 
 
 def one_by_one(asked: MegatrainArguments, why: str, ranks: Ranks | None) -> MegatrainArguments:
-    """Return how a trainer that counts micro-batches streams: one after the other.
+    """Return the arguments with which a trainer that counts micro-batches streams them one after the other.
 
     Args:
-        asked: By the user.
-        why: As `what_counts` says.
-        ranks: That train together.
+        asked: The user's arguments.
+        why: The reason that `what_counts` returns.
+        ranks: The ranks that train together.
 
     Raises:
-        ConfigError: It is asked for otherwise.
+        ConfigError: The arguments ask for something else.
     """
     lockstep = asked.choice.given.get("lockstep", 1)
     if lockstep > 1 or ranks is not None or (asked.shards or 1) > 1:
@@ -82,7 +82,7 @@ def require_one_by_one(lockstep: int, why: str | None) -> None:
     """Refuse a model that is attached already, with micro-batches in lockstep.
 
     Raises:
-        ConfigError: The trainer counts them.
+        ConfigError: The trainer counts micro-batches.
     """
     if why is not None and lockstep > 1:
         raise ConfigError(
@@ -92,7 +92,7 @@ def require_one_by_one(lockstep: int, why: str | None) -> None:
 
 
 def _of_self(code: CodeType) -> tuple[list[str], set[str]]:
-    """Return the attributes of `self` that a code sets, adding included, and those that it looks at."""
+    """Return the attributes of `self` that a code object sets, adding included, and those that it reads."""
     sets: list[str] = []
     looks_at: set[str] = set()
     instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]

@@ -1,4 +1,4 @@
-"""What a streaming trainer is given, held against what can be streamed before anything is loaded."""
+"""The check of a streaming trainer's arguments against what can be streamed, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatrain.hf.optimizer import require_kind
 
 
 def require_given(given: dict[str, Any]) -> TrainingArguments:
-    """Return the arguments for training, after a check of what they come with.
+    """Return the training arguments, after a check of the other arguments.
 
     Raises:
-        ConfigError: There are none, or what cannot be streamed.
+        ConfigError: There are no training arguments, or the model cannot be streamed with the others.
     """
     args, optimizers = given.get("args"), given.get("optimizers") or (None, None)
     model = given.get("model")

@@ -1,9 +1,9 @@
 """`trl.GRPOTrainer` and `trl.RLOOTrainer` over a streamed model: a step's completions come before its losses.
 
-These trainers generate for a whole step in its first micro-batch, and count micro-batches to find the part
-of each. In lockstep the last one begins first. So the inputs of all are prepared in order before any loss:
-then a step generates once, at the moment and with the random numbers of the plain class, and its program has
-one pass for each micro-batch. Log-probabilities of a reference, and old ones, are computed there too.
+These trainers generate for a whole step in its first micro-batch, and count micro-batches to find the part of
+each. In lockstep the last one begins first. So the inputs of all are prepared in order before any loss. Then
+a step generates once, at the moment and with the random numbers of the plain class, and its program has one
+pass for each micro-batch. Log-probabilities of a reference, and old ones, are computed there too.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _REFUSED = {
 
 
 class Ready(dict[str, Any]):
-    """Inputs of a micro-batch that are prepared."""
+    """The prepared inputs of a micro-batch."""
 
 
 class Generating(Streaming):
-    """Stands before a trainer of TRL that generates what it learns from."""
+    """Comes before a trainer of TRL that generates its training data, in a class's bases."""
 
     _in_order = ("_step", "_buffered_inputs", "_current_train_step_time")
     _step: int
-    """TRL's: the number of micro-batches so far."""
+    """The number of micro-batches so far, which is TRL's."""
     _step_after: int
-    """What it is once the step's micro-batches have passed."""
+    """The number of micro-batches once those of the step have passed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the trainer; see `Streaming`.
 
         Raises:
-            ConfigError: What its arguments ask for cannot be done while the model streams.
+            ConfigError: The arguments ask for something that cannot be done while the model streams.
         """
         own = {key: value for key, value in kwargs.items() if key != "megatrain"}
         config = inspect.signature(super(Streaming, self).__init__).bind(*args, **own).arguments.get("args")
@@ -70,8 +70,8 @@ class Generating(Streaming):
             )
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a batch's loss; before the first of a step the inputs of all of its batches are prepared."""
-        model.train()  # as the plain step does, before it generates
+        """Return a batch's loss; the first of a step prepares the inputs of all of its batches."""
+        model.train()  # the plain step does so before it generates
         loss = super().training_step(model, inputs, *args, **kwargs)
         self._step = self._step_after
         return loss
@@ -79,7 +79,7 @@ class Generating(Streaming):
     def _passes_before(self, group: StepGroup) -> list[PassBefore]:
         first, given = self._step, list(group.inputs)
         for number, batch in enumerate(given):
-            if number == 0 or batch is not given[number - 1]:  # else the last one again, to fill up the runs
+            if number == 0 or batch is not given[number - 1]:  # else the last is repeated to fill up the runs
                 self._step = first + number
                 ready = Ready(super()._prepare_inputs(batch))
             group.inputs[number] = ready

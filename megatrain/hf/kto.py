@@ -14,7 +14,7 @@ from megatrain.hf.references import WithReference
 from megatrain.stream.steps import PassBefore
 
 _OWN = "own_KL_logps"
-"""Among a batch's inputs: the model's log-probabilities of the mismatched completions."""
+"""The key of the model's log-probabilities of the mismatched completions among a batch's inputs."""
 
 
 class StreamingKTOTrainer(WithReference, KTOTrainer):
@@ -26,9 +26,9 @@ class StreamingKTOTrainer(WithReference, KTOTrainer):
     """
 
     calculate_KL: bool
-    """TRL's: the loss has an estimate of the divergence."""
+    """Whether the loss has an estimate of the divergence; the attribute is TRL's."""
     _own: Tensor | None = None
-    """Of the batch whose loss begins."""
+    """The model's log-probabilities for the batch whose loss begins."""
 
     @staticmethod
     def _count_passes(config: Any, *, in_step: bool) -> int:
@@ -56,7 +56,7 @@ class StreamingKTOTrainer(WithReference, KTOTrainer):
 
     @contextmanager
     def _as_reference_alone(self) -> Iterator[None]:
-        """As `_as_reference`, of the completions that belong to the prompts."""
+        """Act as `_as_reference` does, for the completions that belong to the prompts."""
         held, self.calculate_KL = self.calculate_KL, False
         try:
             with self._as_reference():

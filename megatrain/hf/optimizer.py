@@ -1,4 +1,4 @@
-"""The optimizer of a streaming trainer: AdamW of its engine, also where torch's was made for the model."""
+"""The optimizer of a streaming trainer: its engine's AdamW, also in place of torch's."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def require_kind(kind: Any, where: str) -> None:
     """Refuse an optimizer of another class than AdamW's, before anything is loaded.
 
     Args:
-        kind: The class.
-        where: Who names it.
+        kind: The class of the optimizer.
+        where: The name of the argument that gives it.
 
     Raises:
-        ConfigError: It is another.
+        ConfigError: The class is another.
     """
     if kind is not torch.optim.AdamW and not (isinstance(kind, type) and issubclass(kind, StreamedOptimizer)):
         raise ConfigError(f"{where} names {getattr(kind, '__name__', kind)}; {_INSTEAD}")
 
 
 def streamed(optimizer: Any) -> StreamedOptimizer | None:
-    """Return the engine's optimizer of what accelerate may have wrapped; None: it is another."""
+    """Return the engine's optimizer inside what accelerate may have wrapped; None if it is another."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, StreamedOptimizer) else None
 
 
 def names_optimizer(create: Any) -> bool:
-    """Whether a trainer's class makes an optimizer, or names one, in another way than the plain class.
+    """Return whether a trainer's class makes or names an optimizer in another way than the plain class.
 
     Args:
         create: The trainer's method `create_optimizer`.
@@ -51,10 +51,10 @@ def names_optimizer(create: Any) -> bool:
 
 
 def require_new(optimizer: Any) -> None:
-    """Refuse an optimizer that the engine's cannot take the place of.
+    """Refuse an optimizer that the engine's cannot replace.
 
     Raises:
-        ConfigError: It is not torch's AdamW, or has trained already.
+        ConfigError: The optimizer is not torch's AdamW, or has trained already.
     """
     require_kind(type(optimizer), "the trainer")
     if optimizer.state:
@@ -70,13 +70,13 @@ def as_streamed(
     """Return an optimizer of the engine in place of torch's AdamW, with its groups.
 
     Args:
-        engine: Of the model; it has no optimizer.
-        optimizer: As the trainer is given it, or makes it; `require_new` has passed it.
-        max_grad_norm: To clip to, as the trainer's arguments say.
-        seed: Of moments that are rounded.
+        engine: The engine of the model, which has no optimizer yet.
+        optimizer: The optimizer that the trainer is given or makes; `require_new` has accepted it.
+        max_grad_norm: The norm to clip to, by the trainer's arguments.
+        seed: The seed for the rounding of moments.
 
     Raises:
-        ConfigError: It has parameters that are not the model's.
+        ConfigError: The optimizer has parameters that are not the model's.
     """
     found = engine.adamw(groups=optimizer.param_groups, max_grad_norm=max_grad_norm, seed=seed)
     _log.info(
@@ -88,10 +88,10 @@ def as_streamed(
 
 
 def require_its_schedule(scheduler: Any, optimizer: Any) -> None:
-    """Refuse a schedule that changes the rates of another optimizer, so that of the model's nothing would.
+    """Refuse a schedule of another optimizer, since it would not change the rates of the model's.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The schedule belongs to another optimizer.
     """
     changed = getattr(scheduler, "optimizer", None)
     if isinstance(changed, torch.optim.Optimizer) and streamed(changed) is not streamed(optimizer):

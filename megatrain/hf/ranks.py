@@ -1,10 +1,10 @@
 """Trainers of several ranks: each goes through the whole run as if it were alone, and computes its part.
 
-A launcher has started the same script several times, and `TrainingArguments` have joined the processes. From
-when a trainer is made, accelerate is told that each process is alone, by its own number. So every rank reads
-all batches in their order and logs what one process logs, and only the first one writes. Of a step's
-micro-batches each runs its own, through an engine that knows the others; they tell each other what came of
-them.
+A launcher has started the same script several times, and `TrainingArguments` have joined the processes. Once
+a trainer is made, accelerate is told that each process is alone, by its own number. So every rank reads all
+batches in their order and logs as a single process does, and only the first one writes. Each rank runs its
+own of a step's micro-batches, through an engine that knows the others, and they tell each other their
+results.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _joined: list[Ranks] = []
-"""Those of this process, once a trainer was made: a process joins others once."""
+"""The ranks of this process, once a trainer was made, since a process joins others only once."""
 
 
 def join(args: TrainingArguments) -> Ranks | None:
-    """Join the processes that a launcher has started, and let accelerate believe each of them alone.
+    """Join the processes that a launcher has started, and make accelerate believe that each of them is alone.
 
     Args:
-        args: Of a trainer, which have told accelerate of the processes.
+        args: The arguments of a trainer, which have told accelerate of the processes.
 
     Returns:
-        The ranks; None: this process is alone.
+        The ranks, or None if this process is alone.
 
     Raises:
-        ConfigError: They are no power of two, or there are too few accelerators for them.
+        ConfigError: The number of ranks is no power of two, or there are too few accelerators for them.
     """
     if not _joined and args.world_size > 1:
         _joined.append(_join(args))
     if not _joined:
         return None
     ranks = _joined[0]
-    state: Any = PartialState()  # what is set here, every object of this class has
+    state: Any = PartialState()  # every object of this class shares the values that are set here
     state.distributed_type = DistributedType.NO
     state.num_processes = 1
     state.process_index, state.local_process_index = ranks.rank, ranks.local_rank
@@ -79,15 +79,15 @@ def join(args: TrainingArguments) -> Ranks | None:
 
 
 def own_state() -> PartialState:
-    """Return what accelerate is told, as an object that can be saved with the arguments of a trainer."""
-    state = copy.copy(PartialState())  # copies do not share what they have
+    """Return accelerate's state as an object that can be saved with the arguments of a trainer."""
+    state = copy.copy(PartialState())  # copies do not share their values
     vars(state).pop("wait_for_everyone")
     return state
 
 
 @contextmanager
 def working_alone() -> Iterator[None]:
-    """Let code of other libraries wait for nobody: the other ranks wait for what comes of it."""
+    """Let code of other libraries wait for nobody, while the other ranks wait for its results."""
     state: Any = PartialState()
     held, state.wait_for_everyone = state.wait_for_everyone, lambda: None
     try:
@@ -115,7 +115,7 @@ def _join(args: TrainingArguments) -> Ranks:
 
 
 def _prepare(environment: MutableMapping[str, str]) -> None:
-    """Prepare what accelerate does when arguments of a trainer are made: it lets the processes meet."""
+    """Prepare the meeting of the processes, which accelerate arranges when a trainer's arguments are made."""
     if int(environment.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in environment:
         name_interface_alone(environment)
         sys.excepthook = partial(_end, sys.excepthook)
@@ -127,10 +127,10 @@ def _end(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Let the other ranks know how this process ends, and say once why all do, in a sentence if it is ours.
+    """Tell the other ranks how this process ends, and report once why all do, in a sentence for our errors.
 
     Raises:
-        SystemExit: As Python then ends.
+        SystemExit: Python then ends with the exit code.
     """
     for ranks in _joined:
         ranks.leave(error)
@@ -152,7 +152,7 @@ def _end(
 
 
 def _is_of_joining(trace: TracebackType | None) -> bool:
-    """Whether an error was raised while torch let processes meet."""
+    """Return whether an error was raised while torch let processes meet."""
     return any(frame.f_code.co_name == dist.init_process_group.__name__ for frame, _ in walk_tb(trace))
 
 
@@ -160,10 +160,10 @@ _prepare(os.environ)
 
 
 class ReadBatches:
-    """A digest of the batches that this rank has read, which is every rank's."""
+    """A digest of the batches that this rank has read, which must equal every rank's."""
 
     def __init__(self, ranks: Ranks, batches: Sequence[Any] = ()) -> None:
-        """Begin with these."""
+        """Begin with these batches."""
         self._ranks = ranks
         self._number = 0
         self._digest = hashlib.blake2b(digest_size=16)
@@ -171,20 +171,20 @@ class ReadBatches:
             self.add(batch)
 
     def add(self, batch: Any) -> None:
-        """Take note of one more."""
+        """Add one more batch."""
         self._number += 1
         for part in _parts(batch):
             self._digest.update(part)
 
     def require_same(self, step: int, num_steps: int) -> None:
-        """Refuse to go on with ranks that have read other batches.
+        """Refuse to continue with ranks that have read other batches.
 
         Args:
-            step: That they are read for, or after; waits for it take any time.
-            num_steps: Of the whole training; 0: it is none.
+            step: The step for which, or after which, the batches are read; waits for it take any time.
+            num_steps: The number of steps of the whole training; 0 outside of training.
 
         Raises:
-            ConfigError: One has; on every rank.
+            ConfigError: A rank has read other batches; every rank raises it.
         """
         mine = {"step": step, "steps": num_steps, "batches": [self._number, self._digest.hexdigest()]}
         first, *others = self._ranks.gather_values(mine, "orders")
@@ -198,7 +198,7 @@ class ReadBatches:
 
 
 def _difference(first: Any, other: Any) -> str:
-    """Say what a rank does otherwise; one that is elsewhere in the script has said something else."""
+    """Describe what a rank does differently; one that is elsewhere in the script has sent something else."""
     if not all(isinstance(said, dict) and "batches" in said for said in (first, other)):
         return "does something else"
     if other["step"] != first["step"]:
@@ -209,7 +209,7 @@ def _difference(first: Any, other: Any) -> str:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of what a batch has."""
+    """Yield the bytes of a batch's contents."""
     if isinstance(value, Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,8 +1,8 @@
-"""Losses against a reference, of TRL: its passes come before those with gradients, as parts of the program.
+"""TRL's losses against a reference, whose passes come before those with gradients, as parts of the program.
 
 TRL's loss runs the model again with its adapters off, or with the adapter `ref`. That is a state of the whole
-model, which micro-batches that take turns at every layer cannot each have. So all of a round pass with it
-first, and their losses find the log-probabilities where those computed beforehand would be.
+model, which micro-batches that take turns at every layer cannot each have. So all micro-batches of a round
+first pass with it, and their losses find the log-probabilities in the place of precomputed ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatrain.stream.steps import PassBefore
 
 
 class WithReference(Streaming):
-    """Stands before a trainer of TRL whose loss compares the model with a reference."""
+    """Comes before a trainer of TRL whose loss compares the model with a reference, in a class's bases."""
 
     precompute_ref_logps: bool
-    """TRL's: the log-probabilities of the reference are among a batch's inputs."""
+    """Whether a batch's inputs have the log-probabilities of the reference; the attribute is TRL's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the trainer; see `Streaming`.
 
         Raises:
-            ConfigError: It would hold a resident reference model.
+            ConfigError: The trainer would hold a resident reference model.
         """
         own = {key: value for key, value in kwargs.items() if key != "megatrain"}
         given = inspect.signature(super(Streaming, self).__init__).bind(*args, **own).arguments
@@ -54,7 +54,7 @@ class WithReference(Streaming):
 
     @staticmethod
     def _count_passes(config: Any, *, in_step: bool) -> int:
-        """Count the passes that come before a step's losses; `in_step`: those of the reference are there."""
+        """Count the passes before a step's losses; `in_step` adds those of the reference."""
         return int(in_step)
 
     def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class WithReference(Streaming):
 
     @contextmanager
     def _references_together(self) -> Iterator[None]:
-        """Let the plain class's loop find what the reference says of many batches at once."""
+        """Let the plain class's loop find the reference's results for many batches at once."""
         prepare, find = self.accelerator.prepare, self.compute_ref_log_probs
         loaders: list[Ahead] = []
 
@@ -92,7 +92,7 @@ class WithReference(Streaming):
 
     @contextmanager
     def _with_reference_before(self) -> Iterator[None]:
-        """Let losses find the log-probabilities of their reference, which passes before them have found."""
+        """Let losses find the log-probabilities of their reference, which earlier passes have computed."""
         held, self.precompute_ref_logps = self.precompute_ref_logps, True
         self._reference_is_in_step = not held
         try:
@@ -119,9 +119,9 @@ class WithReference(Streaming):
         """Return a pass of all batches that this rank runs.
 
         Args:
-            group: Into whose inputs goes what is found.
-            find: Passes the model once.
-            around: As in `PassBefore`.
+            group: The group whose inputs receive the results.
+            find: The function that passes the model once.
+            around: The context around the pass, as in `PassBefore`.
         """
 
         def call(number: int) -> None:
@@ -133,7 +133,7 @@ class WithReference(Streaming):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Let the model be its own reference, so that no call of a round switches adapters by itself."""
+        """Make the model its own reference, so that no call of a round switches adapters by itself."""
         model = self.accelerator.unwrap_model(self.model)
         with use_adapter(model, "ref" if "ref" in model.peft_config else None):
             self.ref_model = self.model

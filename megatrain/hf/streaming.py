@@ -1,8 +1,8 @@
-"""What makes a trainer of Hugging Face stream its model: the parts that each of our trainers puts before it.
+"""The base class that makes a trainer of Hugging Face stream its model; each of our trainers has it first.
 
-A trainer keeps its loop, its data, its `compute_loss`, its callbacks and its logs. What changes: the model is
+A trainer keeps its loop, its data, its `compute_loss`, its callbacks and its logs. These change: the model is
 attached to an engine; the micro-batches of a step run together, when the first is asked for; the optimizer is
-the engine's AdamW, which clips and knows the norm; and a checkpoint holds the engine's exact state.
+the engine's AdamW, which clips and knows the norm; a checkpoint holds the exact state.
 """
 
 from __future__ import annotations
@@ -55,39 +55,39 @@ from megatrain.train.ranks import require_same
 _log = logging.getLogger(__name__)
 
 _OF_PROCESS = ("local_rank", "logging_dir", "run_name", "log_level", "log_level_replica")
-"""Arguments that may be each rank's own."""
+"""The arguments that may be each rank's own."""
 
 _Base: Any = object
-"""So that calls of the plain trainer's methods, which stand behind these, are not taken for mistakes."""
+"""The type of the base, so that calls of the plain trainer's methods are not taken for mistakes."""
 
 
 class Streaming(_Base):
-    """Stands before `transformers.Trainer`, or a subclass of it, in the list of a class's bases.
+    """Comes before `transformers.Trainer`, or a subclass of it, in the list of a class's bases.
 
-    What such a class computes of a batch may be anything. One whose methods count micro-batches runs them one
-    by one, in one process; see `megatrain.hf.counting`. `megatrain.hf.grpo` has those of TRL that generate.
+    Such a class may compute anything of a batch. One whose methods count micro-batches runs them one by one,
+    in one process; see `megatrain.hf.counting`. `megatrain.hf.grpo` has those of TRL that generate.
     """
 
     engine: Engine
-    """What the model is attached to; `trainer.engine.detach()` gives an ordinary model back."""
+    """The engine of the model; `trainer.engine.detach()` gives an ordinary model back."""
     _in_order: Collection[str] = ()
-    """Attributes of the plain trainer that tell one micro-batch from the next, and that this class keeps in
-    order."""
+    """The attributes of the plain trainer that tell one micro-batch from the next, and that this class keeps
+    in order."""
     _num_passes_before = 0
-    """How many `_passes_before` lists, for the plan."""
+    """The number of passes that `_passes_before` lists, for the plan."""
 
     def __init__(self, *args: Any, megatrain: MegatrainArguments | None = None, **kwargs: Any) -> None:
         """Make the trainer, and attach its model.
 
         Args:
-            *args: As of the plain trainer.
-            megatrain: How the model streams; None: all is planned.
-            **kwargs: As of the plain trainer. `model` may be a path or a hub id, which is loaded straight
-                into host memory, a model on the CPU, or one that is attached already; with the latter,
-                `optimizers` may hold its `engine.adamw(...)`.
+            *args: The positional arguments of the plain trainer.
+            megatrain: The settings by which the model streams; None plans all of them.
+            **kwargs: The keyword arguments of the plain trainer. `model` may be a path or a hub id, which is
+                loaded straight into host memory, a model on the CPU, or one that is attached already; with
+                the latter, `optimizers` may hold its `engine.adamw(...)`.
 
         Raises:
-            ConfigError: What the arguments ask for cannot be done; nothing was loaded.
+            ConfigError: The arguments ask for something that cannot be done; nothing was loaded.
         """
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         self._megatrain = megatrain or MegatrainArguments()
@@ -119,7 +119,7 @@ class Streaming(_Base):
     # -- the model ------------------------------------------------------------------------------------------
 
     def _stream(self) -> None:
-        """Attach the model, if it is not, and let calls come in through the forward that it has now."""
+        """Attach the model if necessary, and let calls come in through its present forward."""
         engine = attached(self.model, self._megatrain, self._settings)
         require_one_by_one(engine.choice.lockstep, self._counts)
         engine.adopt_forward()
@@ -145,15 +145,15 @@ class Streaming(_Base):
 
     @property
     def _num_runs(self) -> int:
-        """Into how many runs all ranks together cut a step."""
+        """Return the number of runs into which all ranks together cut a step."""
         binding = self.engine.arrangement.binding
         return binding.runs.number * (1 if self._ranks is None else self._ranks.size)
 
     def _move_model_to_device(self, *_: Any, **__: Any) -> None:
-        """Leave the model where it is: it streams to the device."""
+        """Leave the model where it is, since it streams to the device."""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # bf16 weights take the place of autocast
+        # bf16 weights replace autocast
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Streaming(_Base):
         self.engine.zero_grad()
         with nullcontext() if self._control is None else self._control.training():
             done = super().train(*args, **kwargs)
-        self.engine.settle()  # together: the first rank may be the only one that saves the model
+        self.engine.settle()  # all ranks settle, since the first one may save the model alone
         if self._ranks is not None:
             self._ranks.watch.doing("after its training", prepares=True)
         return done
@@ -202,12 +202,12 @@ class Streaming(_Base):
         return group.take()
 
     def _passes_before(self, group: StepGroup) -> list[PassBefore]:
-        """List the passes that come before the losses of a step, which put what they find into its inputs."""
+        """List the passes that come before the losses of a step, which put their results into its inputs."""
         return []
 
     @property
     def _uses_only_loss(self) -> bool:
-        """Whether the loss is the model's own, and nothing else of its output is looked at."""
+        """Return whether the loss is the model's own, and nothing else of its output is used."""
         is_plain = type(self).compute_loss is Trainer.compute_loss
         return is_plain and self.compute_loss_func is None and self.label_smoother is None
 
@@ -215,7 +215,7 @@ class Streaming(_Base):
 
     @property
     def optimizer(self) -> Any:
-        """The engine's, which accelerate wraps; None: there is none yet."""
+        """Return the engine's optimizer, wrapped by accelerate; None if there is none yet."""
         return self._optimizer
 
     @optimizer.setter
@@ -251,33 +251,33 @@ class Streaming(_Base):
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the schedule as the plain trainer does, of the engine's AdamW."""
+        """Make the schedule as the plain trainer does, for the engine's AdamW."""
         made = super().create_scheduler(*args, **kwargs)
         require_its_schedule(self.lr_scheduler, self.optimizer)
         return made
 
     @property
     def _streamed(self) -> StreamedOptimizer:
-        """The engine's optimizer itself."""
+        """Return the engine's optimizer itself."""
         found = streamed(self.optimizer)
         assert found is not None
         return found
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Let the optimizer clip, as the arguments say now; it knows the norm when its step has begun."""
+        """Make the optimizer clip by the present arguments; it knows the norm when its step has begun."""
         now = self.args.max_grad_norm
         if now != self._clipped:
             self._clipped, self._streamed.max_grad_norm = now, now or None
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Return nothing: as `_clip_grad_norm`, which is not called where nothing is clipped."""
+        """Return nothing, as `_clip_grad_norm` does, which is not called where nothing is clipped."""
         self._clip_grad_norm(model)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         with nullcontext() if self._control is None else self._control.together():
             stats = self._streamed.last_stats
             if stats is not None and self.control.should_log:
-                grad_norm = stats.grad_norm  # waits for it, so it is read for the log alone
+                grad_norm = stats.grad_norm  # reading waits for it, so it is read for the log alone
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # -- evaluation -----------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Streaming(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate as the plain trainer does, batches together; ranks each predict their part of them."""
+        """Evaluate as the plain trainer does, batches together; each rank predicts its part of them."""
         given = description, prediction_loss_only, ignore_keys, metric_key_prefix
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if engine_of(self.model) is not self.engine:  # it is an ordinary model now, or another trainer's
@@ -311,9 +311,9 @@ class Streaming(_Base):
         """Run a call without gradients for each batch, together, after the passes that come before them.
 
         Args:
-            batches: As the trainer reads them.
-            call: Is given the place of a batch, and its inputs with what passes before it have found.
-            traces: Takes note of the calls.
+            batches: The batches as the trainer reads them.
+            call: The function of a batch's place and its inputs, with the results of passes before it.
+            traces: The traces, which note the calls.
         """
         group = StepGroup(batches)
         for each in self._passes_before(group):
@@ -325,7 +325,7 @@ class Streaming(_Base):
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as the plain trainer does: rank 0 reads what all ranks have brought home."""
+        """Save the model as the plain trainer does; rank 0 reads what all ranks have brought home."""
         self.engine.settle()
         super().save_model(*args, **kwargs)
 
@@ -341,7 +341,7 @@ class Streaming(_Base):
             return
         with ranks.watch.moving(f"saving step {self.state.global_step}"):
             super()._save_checkpoint(*args, **kwargs)
-        # the others may have looked for the best one before it was there
+        # The others may have looked for the best checkpoint before it was there.
         self.state.best_model_checkpoint = ranks.tell(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -349,7 +349,7 @@ class Streaming(_Base):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:  # that of one process, which all ranks have
+        if self.args.should_save:  # the random state is one process's, and equal on all ranks
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -366,10 +366,10 @@ class Streaming(_Base):
     # -- ranks ----------------------------------------------------------------------------------------------
 
     def _require_same(self) -> None:
-        """Refuse to train with ranks whose scripts say something else.
+        """Refuse to train with ranks whose scripts differ.
 
         Raises:
-            ConfigError: One does.
+            ConfigError: A rank's script differs.
         """
         if self._ranks is None:
             return

@@ -1,1 +1,1 @@
-"""What is learnt, and from which rows: one file for each objective."""
+"""The objectives of a run and the rows that they need, one file for each objective."""

@@ -43,7 +43,7 @@ class Dpo(Objective):
     )
 
     def problems(self, settings: DpoSettings) -> Iterator[str]:
-        """Yield what is wrong with its own settings, each with a way out."""
+        """Yield the faults of its own settings, each with a way out."""
         if settings.label_smoothing and settings.loss_type not in ("sigmoid", "robust"):
             yield (
                 f"preference.label_smoothing is set, which preference.loss_type {settings.loss_type} does "

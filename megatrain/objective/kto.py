@@ -1,6 +1,6 @@
 """KTO: answers that are marked good gain on a reference, and bad ones lose.
 
-Ethayarajh et al., 2024. How far the model has gone from the reference is estimated by the mean over the
+Ethayarajh et al., 2024. The divergence of the model from the reference is estimated by the mean over the
 batch's borrowed answers, each after the prompt of another row.
 """
 

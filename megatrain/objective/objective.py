@@ -1,4 +1,4 @@
-"""What an objective is: the rows that it wants, its loss of a row, its settings, and its names elsewhere.
+"""The interface of an objective: its rows, its loss of a row, its settings, and its names elsewhere.
 
 Configuration and data know objectives too, so torch is imported where a loss is computed, and not before.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shown = dict[str, "Tensor"]
-"""By name, what was seen of some rows: a number for each."""
+"""The shown values of some rows by name, a number for each row."""
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -38,7 +38,7 @@ class Comparing(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a loss is computed from: two answers of each row of a batch, side by side."""
+    """The inputs of a loss: two answers of each row of a batch, side by side."""
 
     log_probabilities: Tensor
     """The model's log-probability of each answer after its prompt, (B, 2), with gradients."""
@@ -51,7 +51,7 @@ class Answers:
 
     @property
     def ratios(self) -> Tensor:
-        """The model's log-probabilities less the reference's."""
+        """The model's log-probabilities minus the reference's."""
         return self.log_probabilities - self.reference
 
     def per_token(self, values: Tensor) -> Tensor:
@@ -61,49 +61,49 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """What files of another trainer call an objective, and its settings."""
+    """The names of an objective and its settings in files of another trainer."""
 
     method: str
-    """The value that asks for it: of LLaMA-Factory's `stage`, of axolotl's `rl`."""
+    """The value that asks for it: of LLaMA-Factory's `stage`, or of axolotl's `rl`."""
     keys: Mapping[str, str]
-    """Their keys, and the settings of `preference` that they are; an empty one is said by the method."""
+    """Their keys, each with its setting of `preference`; an empty one follows from the method."""
     variant: str | None = None
-    """The value of LLaMA-Factory's `pref_loss` that asks for it; None: there is no such choice."""
+    """The value of LLaMA-Factory's `pref_loss` that asks for it; None if there is no such choice."""
     sets: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `preference` that follow from the method alone."""
+    """The settings of `preference` that follow from the method alone."""
 
 
 class Objective:
-    """What a run learns; every objective is a subclass, and `megatrain.objective.registry` lists them."""
+    """The objective of a run; objectives are subclasses, which `megatrain.objective.registry` lists."""
 
     name: ClassVar[str]
     """The value of `train.loss`."""
     learns: ClassVar[str]
-    """What is learnt, in words that follow on `to`."""
+    """The learnt behaviour, in words that follow on `to`."""
     rows: ClassVar[RowKind] = PAIRS
     settings: ClassVar[type[Settings]] = Comparing
     """The settings that the loss reads; they are named as arguments of TRL's trainers are."""
     has_reference: ClassVar[bool] = True
-    """Whether the loss compares with what the model said before the first step."""
+    """Whether the loss compares with the model before the first step."""
     llamafactory: ClassVar[Sequence[Theirs]] = ()
     axolotl: ClassVar[Sequence[Theirs]] = ()
 
     def problems(self, settings: Any) -> Iterator[str]:
-        """Yield what is wrong with its own settings, each with a way out."""
+        """Yield the faults of its own settings, each with a way out."""
         yield from ()
 
     def losses(self, settings: Any, answers: Answers) -> tuple[Tensor, Shown]:
-        """Return the loss of each row of a batch, with gradients, and what to show of it.
+        """Return the loss of each row of a batch, with gradients, and the values to show of it.
 
         Args:
             settings: The values of `settings`.
-            answers: What the model says of the batch.
+            answers: The model's results for the batch.
         """
         raise NotImplementedError
 
 
 def rewards_of(scores: Tensor) -> Shown:
-    """Return what is shown of pairs: the rewards of both answers, and whether the better one has more.
+    """Return the shown values of pairs: the rewards of both answers, and whether the better one has more.
 
     Args:
         scores: The rewards, (B, 2), the chosen answer's first.

@@ -22,12 +22,12 @@ class AllSettings(SimpoSettings, KtoSettings, DpoSettings):
 
 
 def names_for(rows: RowKind) -> str:
-    """Name the objectives that rows of a kind are for."""
+    """Return the names of the objectives for rows of a kind."""
     return " or ".join(one.name for one in OBJECTIVES.values() if one.rows == rows)
 
 
 def aliases() -> dict[str, str]:
-    """Return the names that TRL and LLaMA-Factory have for settings of `preference`, and those settings."""
+    """Return TRL's and LLaMA-Factory's names of settings of `preference`, each with its setting here."""
     found: dict[str, str] = {}
     for one in OBJECTIVES.values():
         found |= {name: name for name in one.settings.model_fields}

@@ -1,4 +1,4 @@
-"""Kinds of rows: what an example says of answers, and how many sequences of a row that makes."""
+"""Kinds of rows: the form of an example's answers, and the number of sequences that a row makes of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowKind:
-    """What the rows of an objective hold."""
+    """The kind of the rows of an objective."""
 
     way: str | None = None
-    """The name under which prepared rows of this kind are kept; None: `data.packing` names one."""
+    """The name under which prepared rows of this kind are kept; None leaves it to `data.packing`."""
     held: str
-    """What data of this kind hold, in words."""
+    """The description of data of this kind."""
     one: str | None = None
-    """What one row is called; None: it is a sequence."""
+    """The noun for one row; None means that it is a sequence."""
     sequences: int = 1
     """The number of sequences in a row, which stay together in one micro-batch."""
     borrows: bool = False
@@ -22,7 +22,7 @@ class RowKind:
 
     @property
     def is_judged(self) -> bool:
-        """Whether somebody has judged the answers."""
+        """Return whether the answers have been judged."""
         return self.one is not None
 
 

@@ -1,1 +1,1 @@
-"""Training runs: the loop, what it records and shows, and the commands built on it."""
+"""Training runs: the loop, its records and displays, and the commands built on it."""

@@ -1,7 +1,7 @@
-"""Runs that train adapters: what their checkpoints hold, and that they go on beside the same base.
+"""Runs that train adapters: the contents of their checkpoints, and the check of the base on resume.
 
-A checkpoint has PEFT's two files, `adapter_config.json` and `adapter_model.safetensors`, in the place of a
-model's. The base is not copied: it is named, and its fingerprint is kept.
+A checkpoint has PEFT's two files, `adapter_config.json` and `adapter_model.safetensors`, in place of a
+model's. The base is not copied: its name and its fingerprint are kept.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 def base_of(config: Config) -> str:
-    """Return where the base of a run's adapters is found: a whole path, or a hub id."""
+    """Return the place of the base of a run's adapters: an absolute path, or a hub id."""
     path = Path(config.model.path)
     return str(path.absolute()) if path.is_dir() else config.model.path
 
 
 def check_base(config: Config, meta: Mapping[str, Any] | None) -> str | None:
-    """Return the fingerprint of the base of a run's adapters; None: the run has none.
+    """Return the fingerprint of the base of a run's adapters, or None if the run has none.
 
     Args:
-        config: Of the run.
-        meta: Of the checkpoint or commit that it goes on from, if any.
+        config: The settings of the run.
+        meta: The manifest of the checkpoint or commit that the run resumes from, if any.
 
     Raises:
         CheckpointError: One of the two has adapters and the other has none, or their bases differ.
@@ -76,7 +76,7 @@ def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path,
     host = engine.host
 
     def value(name: str) -> Tensor:
-        weights = host.lend_working(host.number_of(name))  # which every node has
+        weights = host.lend_working(host.number_of(name))  # every node has these weights
         return view_entry(weights, host.find(name)[1]).clone()
 
     sources = []

@@ -1,4 +1,4 @@
-"""How a run ends before its last step: by a signal, a callback that has failed, or an early stop."""
+"""The endings of a run before its last step: by a signal, a failed callback, or an early stop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatrain.train.run import Run
 _log = logging.getLogger(__name__)
 
 EXIT_STOPPED = 75
-"""EX_TEMPFAIL: stopped by a signal after saving; the same command goes on."""
+"""EX_TEMPFAIL: a signal stopped the run after it was saved; the same command resumes it."""
 
 
 def refuse_failed_callback(run: Run, saved: Path | None) -> None:
-    """End a run one of whose callbacks has raised; `saved` has its state, None: there is nothing new.
+    """End a run after a callback has raised; `saved` is the checkpoint of its state, None if there is none.
 
     Raises:
-        CallbackError: One has.
+        CallbackError: A callback has raised.
     """
     failed = run.callbacks.failure
     if failed is not None:
@@ -38,7 +38,7 @@ def refuse_failed_callback(run: Run, saved: Path | None) -> None:
 
 
 def end_early(run: Run, reason: str) -> None:
-    """Say why a run has ended before its last step; after a signal or a callback it is not done."""
+    """Say why a run ends before its last step; after a signal or a callback it is not done."""
     if run.evaluator.standing.has_stopped:
         _log.info("stopped after step %d: %s", run.step, reason)
         return
@@ -50,11 +50,11 @@ def end_early(run: Run, reason: str) -> None:
 
 @contextmanager
 def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
-    """Let the first signal that asks for it finish the step; a second one ends the process as it always does.
+    """Let the first stop signal finish the step; a second one ends the process as usual.
 
     Args:
-        is_alone: There is one rank. Of several, the launcher decides what a second signal means: what ends a
-            job may tell each of its processes, and the launcher tells the ranks too.
+        is_alone: Whether there is a single rank. With several, the launcher decides about a second signal,
+            since a job's end may signal each process as well as the launcher, which signals the ranks too.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -68,7 +68,7 @@ def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
             return
         stop.set()
         if is_alone:
-            for each in numbers:  # a terminal that is closed may say so twice, and means it once
+            for each in numbers:  # a closed terminal may signal twice, and means one stop
                 signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else previous[each])
         _log.warning("asked to stop: finishing the step, then saving")
 

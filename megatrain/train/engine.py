@@ -1,4 +1,4 @@
-"""The engine of a run: its model, read or drawn straight into host state, and attached."""
+"""The engine of a run: its model is read or drawn straight into host state, and attached."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def make_engine(
     """Load the model of a run into host state, with its adapters, and attach it.
 
     Args:
-        config: Complete and checked.
-        choice: To arrange it by.
-        source: Where its weights are; a configuration: they are drawn at random.
-        adapter: A directory with trained adapters; None: those of `lora`, if any, begin at zero.
-        committed: What the commit on drives that it goes on from says of the run.
-        vocab_size: Of the model with its new tokens; None: it has none.
-        ranks: That train together and keep one state.
-        planned_tokens: That pass together without gradients, as the plan of this choice says; 0: as many as a
-            round of training has.
+        config: The complete and checked settings.
+        choice: The choice by which the engine is arranged.
+        source: The place of the weights; a configuration has them drawn at random.
+        adapter: A directory with trained adapters; None starts those of `lora`, if any, at zero.
+        committed: The record of the commit on drives from which the run resumes.
+        vocab_size: The vocabulary size of the model with its new tokens; None if there are none.
+        ranks: The ranks that train together and keep one state.
+        planned_tokens: The number of tokens that pass together without gradients, as planned for this choice;
+            0 means as many as a round of training has.
 
     Raises:
-        MegatrainError: As `load` and `attach`.
+        MegatrainError: `load` or `attach` raises it.
     """
     memory, is_random = config.memory, not isinstance(source, str)
     settings: dict[str, Any] = {
@@ -112,6 +112,6 @@ def engine_of_base(
 
 @contextmanager
 def untouched(engine: Engine) -> Iterator[Engine]:
-    """Lend an engine whose model has not been trained yet, without its adapters and without dropout."""
+    """Lend an engine whose model is still untrained, without its adapters and without dropout."""
     with undisturbed(engine), adapters_off(engine.model):
         yield engine

@@ -1,4 +1,4 @@
-"""Where a run goes on from, and whether there is anything left to do."""
+"""The point from which a run resumes, and the check whether anything is left to do."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _log = logging.getLogger(__name__)
 def find_checkpoint(
     directory: RunDirectory, resume: str, *, digests: bool = True
 ) -> tuple[Path, Manifest] | None:
-    """Find where to go on from: the path and the manifest, or None to begin.
+    """Find the checkpoint to resume from: its path and manifest, or None to begin anew.
 
     Args:
-        directory: Of the run.
-        resume: `auto`, `no`, or the path of a checkpoint.
-        digests: As in `verify`; without them nothing is said of damaged checkpoints that are passed over.
+        directory: The directory of the run.
+        resume: The wish: `auto`, `no`, or the path of a checkpoint.
+        digests: Whether digests are checked, as in `verify`; else damaged checkpoints are skipped silently.
 
     Raises:
         CheckpointError: The named checkpoint is damaged, or is a directory of several, or none of the run's
-            is whole.
-        OutputError: `no`, and the directory holds a run.
+            checkpoints is whole.
+        OutputError: The wish is `no`, and the directory holds a run.
     """
     if resume == "no":
         if directory.is_run:
@@ -60,12 +60,12 @@ def find_checkpoint(
 
 
 def check_start(config: Config, num_ranks: int) -> None:
-    """Refuse what every rank would refuse once it is started; nothing is written.
+    """Refuse what every rank would refuse once it has started; nothing is written.
 
     Raises:
         OutputError: The run directory is in use, or cannot be used.
-        CheckpointError: As `find_checkpoint`.
-        ConfigError: As `decided_shards`.
+        CheckpointError: `find_checkpoint` raises it.
+        ConfigError: `decided_shards` raises it.
     """
     directory = RunDirectory(Path(config.out))
     directory.check()
@@ -76,7 +76,7 @@ def check_start(config: Config, num_ranks: int) -> None:
 
 
 def is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bool:
-    """Say whether the run has ended, and `hf/` holds the model that it leaves, byte for byte."""
+    """Return whether the run has ended, and `hf/` holds its final model, byte for byte."""
     if not _has_ended(config, newest):
         return False
     left = newest
@@ -94,7 +94,7 @@ def is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bo
 
 
 def _has_ended(config: Config, newest: Manifest) -> bool:
-    """Say whether the newest checkpoint is the last one: its step, or the early stop, with these settings."""
+    """Return whether the newest checkpoint is the last one with these settings, by step or early stop."""
     meta, train = newest.meta, config.train
     saved = meta["config"]
     if meta.get("evaluation", {}).get("has_stopped") and saved["eval"]["patience"] == config.eval.patience:

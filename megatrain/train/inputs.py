@@ -1,4 +1,4 @@
-"""What a run reads: its tokenizer, and its data, tokenised and packed, in the order of its steps."""
+"""The inputs of a run: its tokenizer, and its data, tokenised and packed, in the order of its steps."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NOT_OF_ROWS = ("shuffle", "seed", "cache", "cache_limit", "workers", "packing", "day")
-"""Settings of the data that change no row."""
+"""The data settings that change no row."""
 _IN_USE_S = 3600.0
-"""What was used so recently is not removed: a run takes several sets, one after the other."""
+"""The seconds after their use in which rows stay, since a run reads several sets one after the other."""
 
 
 def is_on_cpu(config: Config) -> bool:
-    """Whether a CPU computes, on this machine: that of an emulated device, too."""
+    """Whether a CPU of this machine computes, which is so for an emulated device too."""
     return compute_device(config.train.device).type == "cpu"
 
 
@@ -66,9 +66,9 @@ def with_rows_for(
     """Return settings in which precision and the length of rows are decided.
 
     Args:
-        config: Of a run.
-        model_config: Of its model; None: it is not known, nor how long its rows may be.
-        on_cpu: A CPU computes; None: as `train.device` says.
+        config: The settings of a run.
+        model_config: The configuration of its model; None if it is unknown, as is then the limit of its rows.
+        on_cpu: Whether a CPU computes; None leaves it to `train.device`.
     """
     context = None if model_config is None else context_length(model_config)
     return with_rows(config, context=context, on_cpu=is_on_cpu(config) if on_cpu is None else on_cpu)
@@ -82,19 +82,19 @@ def pack_data(
     folder: Path | None = None,
     day: str | None = None,
 ) -> Prepared:
-    """Tokenise and pack what is trained on, or find it prepared, and check it against the model.
+    """Tokenise and pack the training data, or find it prepared, and check it against the model.
 
     Args:
-        config: Complete and checked.
-        tokenizer: Of the run.
-        model_config: Of the model.
-        folder: Of prepared data, where `data.cache` names none; None: nothing is kept.
-        day: That the chat template was told before, in a run that is resumed.
+        config: The complete and checked settings.
+        tokenizer: The tokenizer of the run.
+        model_config: The model's configuration.
+        folder: The folder of prepared data, where `data.cache` names none; None keeps nothing.
+        day: The date that the chat template was given before, in a resumed run.
 
     Raises:
-        DataError: The data cannot be read, has nothing to train on, or a token that the model does not know.
-        ConfigError: Sequences longer than the model's context; documents that it would not keep apart; no
-            chat template for chats.
+        DataError: The data cannot be read, or have nothing to train on or tokens that the model lacks.
+        ConfigError: Sequences are longer than the model's context, the model would not keep documents apart,
+            or chats have no chat template.
     """
     return _Pack(config, tokenizer, model_config, folder, day)("train", config.data.sources)
 
@@ -110,25 +110,25 @@ def pack_eval_data(
     """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
 
     Args:
-        config: Complete and checked.
-        prepared: What `pack_data` has returned.
-        tokenizer: Of the run.
-        model_config: Of the model.
-        folder: As of `pack_data`.
+        config: The complete and checked settings.
+        prepared: The result of `pack_data`.
+        tokenizer: The tokenizer of the run.
+        model_config: The model's configuration.
+        folder: The folder of prepared data, as in `pack_data`.
 
     Returns:
-        By name, the rows and their way of packing.
+        The rows and their way of packing, by name.
 
     Raises:
-        DataError: As of `pack_data`, or nothing is left to train on, or nothing is held out.
-        ConfigError: As of `pack_data`.
+        DataError: `pack_data` raises it, nothing is left to train on, or nothing is held out.
+        ConfigError: `pack_data` raises it.
     """
     sets: dict[str, tuple[Rows, str]] = {}
     if config.data.val_size and prepared.packing == "join":
         sets["val"] = hold_out(config, prepared)[1], "join"
     pack = _Pack(config, tokenizer, model_config, folder, prepared.day)
     for name, other in _pack_eval(config, pack, prepared).items():
-        if name in config.data.eval_sources:  # of what is held out, the run's own data says it
+        if name in config.data.eval_sources:  # `val` is described by the run's own data
             other.say_faults()
         sets[name] = rows_of(other), other.packing
     return sets
@@ -142,11 +142,11 @@ def pack_eval_path(
     folder: Path | None = None,
     day: str | None = None,
 ) -> dict[str, tuple[Rows, str]]:
-    """Return the sets of `data.eval_path` alone, as `pack_eval_data` does; arguments as of `pack_data`.
+    """Return the sets of `data.eval_path` alone, as `pack_eval_data` does; the arguments are `pack_data`'s.
 
     Raises:
-        DataError: As of `pack_data`.
-        ConfigError: As of `pack_data`.
+        DataError: `pack_data` raises it.
+        ConfigError: `pack_data` raises it.
     """
     pack = _Pack(config, tokenizer, model_config, folder, day)
     sets = {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
@@ -156,17 +156,17 @@ def pack_eval_path(
 
 
 def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, list[str]]:
-    """Prepare all data of a run: what is trained on, and what is evaluated on.
+    """Prepare all data of a run, for training and for evaluation.
 
     Args:
-        config: Complete and checked.
-        folder: As of `pack_data`.
+        config: The complete and checked settings.
+        folder: The folder of prepared data, as in `pack_data`.
 
     Returns:
-        By set, what became of it, in lines.
+        The lines about each set, by its name.
 
     Raises:
-        MegatrainError: As of `pack_data`, or there is no such model.
+        MegatrainError: `pack_data` raises it, or there is no such model.
     """
     model_config = read_config(config.model.path)
     config = with_rows_for(config, model_config)
@@ -177,7 +177,7 @@ def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, lis
 
 
 def _pack_eval(config: Config, pack: _Pack, trained: Prepared) -> dict[str, Prepared]:
-    """Pack what is evaluated on, but for joined text: of that, sequences are held out once it is packed."""
+    """Pack the evaluation data, except joined text, of which sequences are held out after packing."""
     sets = {}
     if config.data.val_size and trained.packing != "join":
         sets["val"] = pack("val", config.data.sources, ways=[trained.packing])
@@ -185,7 +185,7 @@ def _pack_eval(config: Config, pack: _Pack, trained: Prepared) -> dict[str, Prep
 
 
 def hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:
-    """Return the rows of joined text that are trained on, and those that are held out, drawn by the seed.
+    """Return the training rows and the held-out rows of joined text, drawn by the seed.
 
     Raises:
         DataError: Nothing is left to train on, or nothing is held out.
@@ -203,7 +203,7 @@ def hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:
 
 
 _HELD_OUT = 2**64 - 1
-"""In the place of an epoch's number: draws what is held out."""
+"""The epoch number that stands for the draw of held-out rows."""
 
 
 class _Pack:
@@ -232,7 +232,7 @@ class _Pack:
         self, part: str, sources: Sequence[SourceConfig], ways: Sequence[str] | None = None
     ) -> Prepared:
         content = content_of(sources) if self._folder is not None else None
-        folder = self._folder if content is not None else None  # not where it may have changed unseen
+        folder = self._folder if content is not None else None  # nothing is cached that may change unseen
         name = self._name(part, content)
         ways = ways or self._ways
         if self._recipe.asks_day:
@@ -275,7 +275,7 @@ class _Pack:
 
     def _read(self, part: str, way: str) -> ExampleStream:
         data, seed = self._config.data, self._config.data_seed
-        if way == "join":  # sequences are held out of joined text, and not documents: it may be one
+        if way == "join":  # joined text may be one document, so sequences are held out
             data = data.model_copy(update={"val_size": 0.0})
         return (
             read_examples(data, seed=seed) if part == "train" else read_eval_examples(data, seed=seed)[part]
@@ -309,7 +309,7 @@ class _Pack:
 
 
 def _make_room(folder: Path | None, limit: int | None) -> None:
-    """Keep what is prepared within its limit, and say what was removed."""
+    """Keep prepared data within its limit, and say what was removed."""
     if folder is None or limit is None:
         return
     removed = remove_unused(folder, limit, for_s=_IN_USE_S)
@@ -319,16 +319,16 @@ def _make_room(folder: Path | None, limit: int | None) -> None:
 
 
 def _first_day(folder: Path | None, name: str) -> date | None:
-    """Return the first day for which rows of a name are kept; None: there are none."""
+    """Return the first day for which rows of a name are kept, or None."""
     kept = [] if folder is None else sorted(folder.glob(f"{name}-????-??-??-*"))
     return date.fromisoformat(kept[0].name[len(name) + 1 :][:10]) if kept else None
 
 
 def make_recipe(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncoderRecipe:
-    """Return what the encoder of a run is made of.
+    """Return the recipe of a run's encoder.
 
     Raises:
-        ConfigError: A template file that cannot be read.
+        ConfigError: A template file cannot be read.
     """
     data = config.data
     return EncoderRecipe(
@@ -345,7 +345,7 @@ def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
     """Return the ways of packing to try: the first is for text only; judged answers have one of their own.
 
     Raises:
-        ConfigError: The way that is asked for is none for this model.
+        ConfigError: The requested way does not suit this model.
     """
     if (way := config.objective.rows.way) is not None:
         return [way]
@@ -361,7 +361,7 @@ def _ways(config: Config, model_config: PretrainedConfig) -> list[str]:
 
 
 def rows_of(prepared: Prepared) -> Rows:
-    """Return packed rows; those of judged answers have room for what the reference says of them."""
+    """Return packed rows; those of judged answers have room for the reference's log-probabilities."""
     return JudgedRows(prepared.rows, prepared.fingerprint) if prepared.kind.is_judged else prepared.rows
 
 
@@ -373,9 +373,9 @@ def _texts(config: Config) -> Iterator[str]:
 def choose_tokenizer(
     config: Config, checkpoint: Path | None, model_config: PretrainedConfig
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint, or the one that is named, or the model's, or train one.
+    """Return the checkpoint's tokenizer, or the named one, or the model's, or train one.
 
-    It gets `model.new_tokens`, and the configuration of the model as many words as it then needs for them.
+    It is given `model.new_tokens`, and the model's configuration is given as many words as it then needs.
     """
     tokenizer = _tokenizer(config, checkpoint, model_config)
     if config.model.new_tokens:

@@ -1,10 +1,10 @@
-"""Which checkpoints a run keeps because steps were skipped after them: the newest that are surely sound.
+"""The choice of checkpoints that a run keeps because steps were skipped: the newest that are surely sound.
 
-A step is skipped when its gradient is not finite. A weight that has gone wrong makes every later step so, and
-the checkpoints saved meanwhile hold that weight. So the newest checkpoint before the first such step is kept,
-however old. If no step has passed since it was saved, nothing has shown yet that it is sound: then the one
-before it is kept too. Both are, until the run is healthy again: until the newest `checkpoint.keep_last`
-checkpoints, all that would be left, were saved without a skipped step since the one before.
+A step is skipped when its gradient is not finite. A wrong weight causes this in every later step, and
+checkpoints saved meanwhile hold that weight. So the newest checkpoint before the first such step is kept,
+however old. If no step has passed since it was saved, nothing proves yet that it is sound, and the one before
+it is kept too. Both stay until the run is healthy: until the newest `checkpoint.keep_last` checkpoints, which
+are all that would be left, each were saved without a skipped step since the one before.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ class LastGood:
     """Counts steps between checkpoints; it is in every checkpoint, so that a resumed run knows."""
 
     saved: list[int] = field(default_factory=list)
-    """Steps of the newest checkpoints, two at most."""
+    """The steps of the newest checkpoints, two at most."""
     kept: list[int] = field(default_factory=list)
-    """Steps of the checkpoints that are kept, in order; empty: no step was skipped of late."""
+    """The steps of the checkpoints that are kept, in order; empty if no step was skipped of late."""
     num_sound_steps: int = 0
-    """Steps since the newest checkpoint, up to the first that was skipped."""
+    """The number of steps since the newest checkpoint, up to the first that was skipped."""
     has_skipped: bool = False
-    """A step was skipped since the newest checkpoint."""
+    """Whether a step was skipped since the newest checkpoint."""
     num_healthy: int = 0
-    """Newest checkpoints in a row that were saved without a skipped step since the one before."""
+    """The number of newest checkpoints that were each saved without a skipped step since the one before."""
 
     def take(self, *, is_skipped: bool) -> None:
-        """Take a step in: it was skipped, or its loss was not finite."""
+        """Record a step that was skipped, or whose loss was not finite, or that was sound."""
         if is_skipped and not self.kept:
             self.kept = self.saved[-1 if self.num_sound_steps else -2 :]
         self.has_skipped |= is_skipped
         self.num_sound_steps += not self.has_skipped
 
     def save(self, step: int, keep_last: int) -> None:
-        """Take in that a checkpoint is about to be saved, of which the newest `keep_last` are kept."""
+        """Record that a checkpoint is about to be saved, of which the newest `keep_last` are kept."""
         if step in self.saved:
             return
         self.num_healthy = 0 if self.has_skipped else self.num_healthy + 1
@@ -53,15 +53,15 @@ class LastGood:
 
     @property
     def sound(self) -> int | None:
-        """Step of the newest checkpoint that is surely sound, while there are doubts about later ones."""
+        """Return the step of the newest surely sound checkpoint, while there are doubts about later ones."""
         return self.kept[0] if self.kept else None
 
     def state(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the counts as plain values."""
         return asdict(self)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as `state` was; a run of an older version begins to count."""
+        """Restore `state`; a run of an older version begins to count."""
         for name in self.__slots__:
             if name in state:
                 setattr(self, name, state[name])
@@ -69,11 +69,11 @@ class LastGood:
 
 @contextmanager
 def sound_checkpoint_named(checkpoint: Path | None, meta: Mapping[str, Any] | None) -> Iterator[None]:
-    """Add to a refusal of weights that are not finite which earlier checkpoint is surely sound.
+    """Name the newest surely sound checkpoint in the error about weights that are not finite.
 
     Args:
-        checkpoint: That is loaded; None: another model is.
-        meta: What the checkpoint says of its run.
+        checkpoint: The checkpoint that is loaded; None if another model is.
+        meta: The manifest's record of the run.
 
     Raises:
         NonFiniteError: The checkpoint has such weights.

@@ -1,4 +1,4 @@
-"""The training loop: what surrounds its steps, and what follows from them."""
+"""The training loop, with everything around its steps and everything that follows from them."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ def train(
     progress: Callable[[str], object] = _log.debug,
     ranks: Ranks | None = None,
 ) -> Path:
-    """Train, or go on training, and leave the model in `hf/` of the run directory.
+    """Train or resume training, and leave the model in `hf/` of the run directory.
 
     Args:
-        config: Complete and checked.
-        resume: `auto`, `no`, or the path of a checkpoint.
-        measure: Returns this machine, for the plan; as in `machine_for`.
-        counts: A folder in which counts of models are kept for the next plan; None: nowhere.
-        prepared: A folder in which prepared data is kept for the next run; None: nowhere but in `data.cache`.
-        callbacks: Of transformers' Trainer; called after those of `log.to`.
-        progress: Is told what takes time before the first step; nothing, when that begins.
-        ranks: That train together, of which this process is one; None: it is alone.
+        config: The complete and checked settings.
+        resume: The wish: `auto`, `no`, or the path of a checkpoint.
+        measure: The function that measures this machine for the plan, as in `machine_for`.
+        counts: The folder in which counts of models are kept for the next plan; None keeps none.
+        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
+        callbacks: The callbacks, of transformers' Trainer, which are called after those of `log.to`.
+        progress: The function that is told of slow operations, and given an empty text as steps begin.
+        ranks: The ranks that train together, of which this process is one; None for a single process.
 
     Returns:
         The run directory.
 
     Raises:
-        MegatrainError: Its subclasses carry the exit code.
+        MegatrainError: The subclass carries the exit code.
         SystemExit: 75, after a signal stopped the run and its state was saved.
     """
     directory = RunDirectory(Path(config.out))
@@ -145,7 +145,7 @@ def train(
         with recorded(run, directory), way_back(run, directory):
             try:
                 if ranks is not None:
-                    ranks.meet("orders")  # the others leave signals to this one from now on
+                    ranks.meet("orders")  # from now on the other ranks leave signals to this one
                 with stop_flag(is_alone=ranks is None) as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
                 standing = run.evaluator.standing.state()
@@ -169,12 +169,12 @@ def train(
 
 
 def _references(config: Config, prepared: Path | None) -> Path:
-    """Return where log-probabilities of reference models are kept."""
+    """Return the folder in which log-probabilities of reference models are kept."""
     return Path(config.data.cache or prepared or Path(config.out) / "reference")
 
 
 def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
-    """Take the steps that the first rank tells of."""
+    """Take the steps that the first rank orders."""
     found = ranks.tell()
     if found is None:
         return
@@ -205,13 +205,13 @@ def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
                         run.evaluator.losses(run.engine, ranks)
                 else:
                     lend(run.engine, order)
-            is_done = ranks.node > 0  # the first node's state is left to the first rank
+            is_done = ranks.node > 0  # the first rank handles the first node's state
         finally:
             run.engine.close(removes=is_done)
 
 
 def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, saved: Path | None) -> Path:
-    """Take the steps that are left and save; `saved` is this run's checkpoint of the step that it is at.
+    """Take the remaining steps and save; `saved` is this run's checkpoint of its current step, if any.
 
     Returns:
         The checkpoint of the last step.
@@ -224,7 +224,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     with MetricsLog(directory.metrics, resume_step=run.step) as metrics, progress:
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
-            saved = _save(run, directory)  # it is committed on drives, and the run was killed before its save
+            saved = _save(run, directory)  # the run was killed between its commit and its save
         reason = run.evaluator.stop() if run.evaluator.wants_stop else ""
         while run.step < run.num_steps and not reason and callbacks.failure is None:
             if stop.is_set():
@@ -278,14 +278,14 @@ def _begin(run: Run) -> None:
     run.callbacks.at(run.step, tokens=run.tokens)
     run.callbacks.call("on_train_begin")
     run.callbacks.call("on_epoch_begin")
-    run.callbacks.saved_state()  # one that cannot be saved is told of now, and not at the first checkpoint
+    run.callbacks.saved_state()  # an unsavable state fails now and not at the first checkpoint
     refuse_failed_callback(run, None)
     if run.evaluator.is_due(run.step):
         _evaluate(run)
 
 
 def _evaluate(run: Run) -> bool:
-    """Evaluate, and tell everyone; returns whether the model is the best so far."""
+    """Evaluate and report the results; return whether the model is the best so far."""
     with run.moving(f"evaluating step {run.step}"):
         if run.ranks is not None:
             run.ranks.tell(EVALUATE)
@@ -299,7 +299,7 @@ def _evaluate(run: Run) -> bool:
         run.tell("best", name=standing.best_set, loss=standing.best_loss)
     if outcome.evaluations:
         run.callbacks.log(outcome.numbers)
-        run.callbacks.call("on_evaluate", metrics=outcome.numbers)  # compares them with the best before
+        run.callbacks.call("on_evaluate", metrics=outcome.numbers)  # callbacks compare it with the best
         run.callbacks.best(standing.best_loss, standing.best_step, None)
     return outcome.is_best
 
@@ -307,7 +307,7 @@ def _evaluate(run: Run) -> bool:
 def _save(run: Run, directory: RunDirectory) -> Path:
     keep_last = run.config.checkpoint.keep_last or sys.maxsize
     run.last_good.save(run.step, keep_last)
-    meta = run.meta()  # once the updates are done, which other threads make
+    meta = run.meta()  # other threads make the updates, which must be done
     with run.moving(f"saving step {run.step}"):
         path = save(
             directory.checkpoints,

@@ -1,4 +1,4 @@
-"""What a run says when memory that was planned for is not there: what was asked for, planned, and taken."""
+"""The error of a run that runs out of planned memory: the request, the plan, and the use."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatrain.train.planning.plan_run import Planned
 
 @contextmanager
 def memory_told(config: Config, planned: Planned | None, when: str) -> Iterator[None]:
-    """Turn an allocation inside that fails into one sentence with the plan beside it.
+    """Turn a failing allocation inside into one sentence with the plan beside it.
 
     Args:
-        config: Of the run.
-        planned: What is in force; None: nothing was planned.
-        when: What is done inside.
+        config: The settings of the run.
+        planned: The plan in force; None if nothing was planned.
+        when: The name of the work that is done inside.
 
     Raises:
-        CapacityError: In place of the error of Python, numpy, torch or the system.
+        CapacityError: An allocation failed with an error of Python, numpy, torch or the system.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def memory_told(config: Config, planned: Planned | None, when: str) -> Iterator[
 def memory_error(
     error: BaseException, config: Config, planned: Planned | None, when: str
 ) -> CapacityError | None:
-    """Return the sentence of `memory_told` for an allocation that has failed; None: it is another error."""
+    """Return the sentence of `memory_told` for a failed allocation; None for any other error."""
     tier = exhausted_memory(error)
     if tier is None:
         return None

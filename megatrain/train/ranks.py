@@ -1,8 +1,8 @@
-"""A run of several ranks: the first one decides and writes, the others take the steps that it tells of.
+"""A run of several ranks: the first one decides and writes, and the others take the steps that it orders.
 
-The state of a node is one, in memory that all of its ranks map, so the first rank samples, saves and exports
-it as if it were alone, while the others wait for the next order. Batches of evaluation are shared out. What
-it reads of other nodes comes to it block by block.
+The ranks of a node map one shared state, so the first rank samples, saves and exports it as if it were alone,
+while the others wait for the next order. Batches of evaluation are shared out. State of other nodes comes to
+the first rank block by block.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 
 STEP, EVALUATE, COMMIT, SETTLE, LEND, END = "step", "evaluate", "commit", "settle", "lend", "end"
-"""What the first rank tells the others to do next. After `SETTLE` they bring home what is newer on their
-devices, before the first rank reads it; `LEND`, with a block's number, lends it the state of their nodes."""
+"""The orders of the first rank. After `SETTLE` the others bring home what is newer on their devices, before
+the first rank reads it; `LEND`, with a block's number, lends it the state of their nodes."""
 
 
 def gathers_weights(wish: bool | None, device: str, ranks: Ranks) -> bool:
-    """Return whether each rank fetches a piece of the weights and all gather them, as all ranks decide it.
+    """Return whether each rank fetches a piece of the weights and all gather them; all ranks decide that.
 
     Args:
-        wish: Of the user; None: where every device of a node reaches the memory of every other.
-        device: Where the run computes, by name.
-        ranks: That train together.
+        wish: The user's wish; None means where each device of a node reaches the memory of the others.
+        device: The name of the device on which the run computes.
+        ranks: The ranks that train together.
     """
     if wish is not None:
         return wish
@@ -55,7 +55,7 @@ def gathers_weights(wish: bool | None, device: str, ranks: Ranks) -> bool:
 
 
 def described(ranks: Ranks | None, shards: int | None) -> str:
-    """Say how many train together, with what of a node, and what decides their sums; empty: there is one."""
+    """Describe the ranks, what they share in a node, and what decides their sums; empty for a single one."""
     if ranks is None:
         return ""
     nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
@@ -67,18 +67,18 @@ def described(ranks: Ranks | None, shards: int | None) -> str:
 
 
 def settle_ranks(config: Config, ranks: Ranks | None) -> None:
-    """Settle whether these ranks gather weights."""
+    """Decide whether these ranks gather weights."""
     if ranks is not None:
         ranks.gathers = gathers_weights(config.parallel.gathers, config.train.device, ranks)
 
 
 def agreed(ranks: Ranks, choice: Choice, config: Config) -> tuple[Choice, Config]:
-    """Return what the first rank has planned: its choice, and settings with its size of micro-batches.
+    """Return the first rank's plan: its choice, and settings with its size of micro-batches.
 
     Args:
-        ranks: That train together.
-        choice: Of this rank; that of the first one counts.
-        config: Of this rank; the first one's has nothing open.
+        ranks: The ranks that train together.
+        choice: The choice of this rank, which is used if it is the first.
+        config: The settings of this rank; the first one's have nothing open.
     """
     size = config.train.micro_batch_size if config.is_decided else None
     values, size = ranks.tell([as_values(choice), size])
@@ -102,12 +102,12 @@ def step_of_all(ranks: Ranks | None, engine: Engine) -> Iterator[None]:
 
 
 def read_alone(ranks: Ranks, engine: Engine) -> None:
-    """Let the others `lend` what this one, the first, reads by itself from now on."""
+    """Let the others `lend` the state that this one, the first, reads from now on."""
     _let_others(engine, lambda *block: ranks.tell([LEND, *block] if block else SETTLE))
 
 
 def lend(engine: Engine, order: Any) -> None:
-    """Do what `read_alone` has told this rank, which is not the first."""
+    """Obey `read_alone` on a rank that is not the first."""
     engine.settle()
     if order != SETTLE:
         assert order[0] == LEND
@@ -116,7 +116,7 @@ def lend(engine: Engine, order: Any) -> None:
 
 
 def _let_others(engine: Engine, call: Callable[..., object]) -> None:
-    """Call this, with a block or none, where the first rank is about to read what other ranks have."""
+    """Call `call`, with a block or none, whenever the first rank is about to read what other ranks have."""
     engine.arrangement.call_others = call
     if isinstance(engine.host, PartedState):
         engine.host.call_others = call
@@ -140,9 +140,9 @@ def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> 
     """Refuse to train with ranks that would train something else.
 
     Args:
-        ranks: That are about to begin.
-        config: Of this one.
-        facts: What else has to be equal, by what it is: plain values.
+        ranks: The ranks that are about to begin.
+        config: The settings of this one.
+        facts: The other facts that have to be equal, by name, as plain values.
 
     Raises:
         ConfigError: A rank differs; the sentence says in what.
@@ -151,12 +151,12 @@ def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> 
 
 
 def require_same(ranks: Ranks, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Refuse ranks of which one has other settings or facts; as `require_same_run`.
+    """Refuse ranks of which one has other settings or facts, as `require_same_run` does.
 
     Args:
-        ranks: That are about to begin.
-        settings: By their keys: plain values.
-        facts: As in `require_same_run`.
+        ranks: The ranks that are about to begin.
+        settings: The settings by their keys, as plain values.
+        facts: The facts, as in `require_same_run`.
 
     Raises:
         ConfigError: A rank differs; the sentence says in what.
@@ -174,7 +174,7 @@ def require_same(ranks: Ranks, settings: Mapping[str, Any], facts: Mapping[str, 
 
 
 def _short(value: Any) -> Any:
-    """Return a digest in the place of a long value."""
+    """Return a digest of a long value, and a short one as it is."""
     text = json.dumps(value, sort_keys=True, default=str)
     return value if len(text) <= 80 else "a digest of " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -194,15 +194,15 @@ def in_turn(ranks: Ranks | None) -> Iterator[None]:
 
 
 def require_checkpoint(ranks: Ranks, path: Path, name: str) -> None:
-    """Refuse to go on from a checkpoint of which this rank's node has none, or another one.
+    """Refuse to resume from a checkpoint that this rank's node does not have, or of which it has another one.
 
     Args:
-        ranks: Of which this one is not the first.
-        path: Where the first one has found it, and verified it.
-        name: `fingerprint` of its manifest.
+        ranks: The ranks, of which this one is not the first.
+        path: The path at which the first one has found and verified it.
+        name: The `fingerprint` of its manifest.
 
     Raises:
-        CheckpointError: The node has it not, it is damaged there, or it is not the same.
+        CheckpointError: The node lacks the checkpoint, it is damaged there, or it is another one.
     """
     try:
         manifest = verify(path, digests=ranks.node > 0 and ranks.local_rank == 0)
@@ -218,14 +218,14 @@ def require_checkpoint(ranks: Ranks, path: Path, name: str) -> None:
 
 
 def count_written(care: Care, ranks: Ranks) -> None:
-    """Count what the other ranks have written to drives; every rank calls it."""
+    """Count the bytes that the other ranks have written to drives; every rank calls it."""
     own = care.own_written_bytes() or 0
     care.count_others(sum(map(int, ranks.gather(torch.tensor(own)))) - own)
 
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Leave it to the first rank to finish a step and save after a signal: others end when it says so."""
+    """Ignore signals, since the first rank finishes the step, saves, and ends the others."""
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in stop_signals()}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Everything of a run that is made before its first step: data, model, engine, optimizer, schedule, state."""
+"""The parts of a run that are made before its first step: data, model, engine, optimizer, schedule, state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Run:
-    """A run between two steps: what exists, and how far it is."""
+    """A run between two steps: its parts and its progress."""
 
     config: Config
     engine: Engine
@@ -78,51 +78,51 @@ class Run:
     evaluator: Evaluator
     callbacks: Callbacks
     step: int = 0
-    """Steps done."""
+    """The number of steps done."""
     tokens: int = 0
-    """Tokens read so far, without padding."""
+    """The number of tokens read so far, without padding."""
     targets: int = 0
-    """Those of them that were trained on: with a label."""
+    """The number of these tokens that were trained on, which have a label."""
     skipped_in_a_row: int = 0
     planned: Planned | None = None
-    """None: the model could not be counted, and rules of thumb have taken the plan's place."""
+    """The plan; None if the model could not be counted, so that rules of thumb replace it."""
     is_checked: bool = False
-    """What was allocated is what was planned."""
+    """Whether the allocations have been found to equal the plan."""
     elastic: Elastic | None = None
-    """Plans anew between steps; None: the plan stays."""
+    """The planner between steps; None keeps the plan."""
     spikes: Spikes = field(default_factory=Spikes)
-    """Knows the losses of the last steps."""
+    """The losses of the last steps."""
     last_good: LastGood = field(default_factory=LastGood)
     events: EventLog | None = None
-    """None: nothing is recorded, as in a dry run."""
+    """The log of events; None records nothing, as in a dry run."""
     ranks: Ranks | None = None
-    """Those that train together; None: there is one."""
+    """The ranks that train together; None for a single process."""
     base: str | None = None
-    """Fingerprint of the model that has adapters; None: the run trains the model itself."""
+    """The fingerprint of the model that has adapters; None if the run trains the model itself."""
     reference: str | None = None
-    """Fingerprint of the model that answers are compared with; None: there is none."""
+    """The fingerprint of the model that answers are compared with; None if there is none."""
 
     def tell(self, event: Event, **values: Any) -> None:
-        """Record what happened after the steps so far, with what is known of it: plain values."""
+        """Record an event after the steps so far, with further facts about it as plain values."""
         if self.events is not None:
             self.events.write(event, self.step, **values)
 
     def doing(self, what: str) -> None:
-        """Let the other ranks know what this one does from now on, should it be lost."""
+        """Tell the other ranks what this one does from now on, in case it is lost."""
         if self.ranks is not None:
             self.ranks.watch.doing(what)
 
     def moving(self, what: str) -> AbstractContextManager[None]:
-        """Let the other ranks wait for what this one does for any time, as long as it moves in it."""
+        """Let the other ranks wait without limit for the work of this one, as long as it makes progress."""
         return nullcontext() if self.ranks is None else self.ranks.watch.moving(what)
 
     def meta(self) -> dict[str, Any]:
-        """Return what a manifest keeps beside the tensors; plain values."""
+        """Return what a manifest keeps beside the tensors, as plain values."""
         self.engine.settle()  # updates in the background count themselves
         return self._position() | self._counts()
 
     def commit(self) -> None:
-        """Let a crash go back to this step, if the state is on drives; returns at once."""
+        """Make this step the one that a crash goes back to, if the state is on drives; return at once."""
         if tiers_of(self.config) is not None:
             position = self._position() | {"buffers": encode_buffers(self.engine.model)}
             self.engine.commit(self.step, position, finish=self._counts)
@@ -143,7 +143,7 @@ class Run:
             "evaluation": self.evaluator.standing.state(),
             "losses": self.spikes.state(),
             "last_good": self.last_good.state(),
-            "router_loss": "mean",  # of the micro-batches of a step; older runs have added them up
+            "router_loss": "mean",  # the mean of a step's micro-batches; older runs have added them up
             "callbacks": self.callbacks.saved_state(),
             "config": shareable(self.config.model_dump(mode="json")),
         } | {name: value for name in ("base", "reference") if (value := getattr(self, name)) is not None}
@@ -163,8 +163,8 @@ class Run:
         """Continue where a checkpoint was taken; the engine has its working weights already.
 
         Raises:
-            CheckpointError: It does not belong to this model.
-            DataError: It does not belong to this data.
+            CheckpointError: The checkpoint does not belong to this model.
+            DataError: The checkpoint does not belong to this data.
         """
         if self.ranks is None or self.ranks.local_rank == 0:
             read_state(self.engine.host, source)
@@ -177,7 +177,7 @@ class Run:
         """Continue where a checkpoint or a commit was made; the engine has all of its state already.
 
         Raises:
-            DataError: It does not belong to this data.
+            DataError: The record does not belong to this data.
         """
         self.step, self.tokens = int(meta["step"]), int(meta["tokens"])
         self.targets = int(meta.get("targets", 0))
@@ -200,7 +200,7 @@ class Run:
     def forward_backward(
         self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Run this rank's part of a step up to its update; return the step's loss, and what else it shows."""
+        """Run this rank's part of a step up to its update; return the step's loss and its other values."""
         return loss_of(self.config).forward_backward(self.engine, micro_batches, seeds, self.ranks)
 
     def micro_batch_seeds(self) -> list[int]:
@@ -224,28 +224,28 @@ def prepare(
     progress: Callable[[str], object] = _log.debug,
     ranks: Ranks | None = None,
 ) -> Run:
-    """Make everything that a run needs; from a checkpoint, or from what is committed on drives, if any.
+    """Make everything that a run needs, from a checkpoint or a commit on drives if there is one.
 
-    Checks come first, then the data, then the plan, then memory is taken, as planned.
+    Checks come first, then the data, then the plan, and then memory is taken as planned.
 
     Args:
-        config: Complete and checked.
-        checkpoint: To go on from; None: none.
-        meta: Of its manifest.
-        committed: What a commit says of the run that goes on from it, in the place of a checkpoint.
-        measure: As in `machine_for`.
-        counts: A folder in which counts of models are kept, as in `plan_run`.
-        prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
-        references: A folder in which log-probabilities of reference models are kept; None: answers are
-            compared with nothing, where only times are measured.
-        show: Is given the lines of `start_lines`, before memory is taken.
-        callbacks: Of transformers' Trainer, called by the run.
-        progress: Is told what takes time, before it begins.
-        ranks: That train together; the first one plans, and reads weights and state.
+        config: The complete and checked settings.
+        checkpoint: The checkpoint to resume from, or None.
+        meta: The record of its manifest.
+        committed: The record of the commit to resume from, instead of a checkpoint.
+        measure: The measurement of the machine, as in `machine_for`.
+        counts: The folder in which counts of models are kept, as in `plan_run`.
+        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
+        references: The folder in which log-probabilities of reference models are kept; None compares answers
+            with nothing, where only times are measured.
+        show: The function that is given the lines of `start_lines`, before memory is taken.
+        callbacks: The callbacks, of transformers' Trainer, which the run calls.
+        progress: The function that is told of each slow operation before it begins.
+        ranks: The ranks that train together; the first one plans, and reads weights and state.
 
     Raises:
-        MegatrainError: Its subclasses say what is wrong with the model, the data, the configuration or the
-        fit.
+        MegatrainError: The subclass says what is wrong with the model, the data, the configuration or the
+            fit.
     """
     given, earlier = config, meta if committed is None else committed
     if earlier is not None:
@@ -253,9 +253,9 @@ def prepare(
     asked, config = config, laid_out_as(committed, config)
     device = compute_device(config.train.device)
     if config.train.deterministic:
-        set_environment(device)  # before the first product: `measure_peak`
-    uses_liger(config.model.kernels, device.type)  # or it is refused, before anything is read
-    with in_turn(ranks):  # the first one prepares the data, and says what is wrong; the others read them
+        set_environment(device)  # this comes before the first product, in `measure_peak`
+    uses_liger(config.model.kernels, device.type)  # an impossible wish is refused before anything is read
+    with in_turn(ranks):  # the first rank prepares the data, or fails; the others read them
         base = check_base(config, earlier)
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
         progress("reading the model's configuration, and checking its files")
@@ -318,9 +318,9 @@ def prepare(
         if (ranks is None or ranks.rank == 0) and not reference.is_kept:
             progress("computing the reference with the model that the run began with")
             reference.fill(lambda: engine_of_base(config, choice, vocab_size, planned_tokens))
-            gc.collect()  # its memory is the run's now
+            gc.collect()  # the run needs its memory now
         if ranks is not None:
-            ranks.meet("orders")  # where others wait for as long as that takes
+            ranks.meet("orders")  # the others wait here for as long as that takes
     with memory_told(config, planned, "while the model was loaded"), sound_checkpoint_named(checkpoint, meta):
         engine = make_engine(
             config,

@@ -1,4 +1,4 @@
-"""The data of a run, tokenised and packed, and the step that follows from it: for a run, and for its plan."""
+"""The data of a run, tokenised and packed, and the step that follows from it, for a run and for its plan."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """What a run is trained on, and how much of it is a step."""
+    """The training data of a run, and the size of its step."""
 
     config: Config
-    """In which rows and the step are decided."""
+    """The settings, in which rows and the step are decided."""
     tokenizer: PreTrainedTokenizerBase
     packed: Prepared
     rows: Rows
-    """Those that are trained on: what is held out of joined text is not among them."""
+    """The training rows, without those that are held out of joined text."""
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the whole run."""
         train = self.config.train
         per_epoch = -(-len(self.rows) // self.config.rows_per_step)
         return train.steps or math.ceil((train.epochs or 1) * per_epoch)
@@ -62,24 +62,24 @@ def read_data(
     day: str | None = None,
     on_cpu: bool | None = None,
 ) -> RunData:
-    """Tokenise and pack what a run is trained on, or find it prepared, and decide what a step is.
+    """Tokenise and pack the training data, or find it prepared, and decide the step.
 
     Args:
-        config: Of the run; what it leaves open of rows and steps is decided.
-        model_config: Of its model, which gets as many words as its tokenizer needs.
-        checkpoint: That the run goes on from; None: none.
-        folder: As of `pack_data`, like `day`.
-        day: That the chat template was told before, in a run that is resumed.
-        on_cpu: A CPU computes; None: as `train.device` says.
+        config: The settings of the run; open ones of rows and steps are decided.
+        model_config: The configuration of its model, which gets as many words as its tokenizer needs.
+        checkpoint: The checkpoint from which the run resumes, or None.
+        folder: The folder of prepared data, as in `pack_data`.
+        day: The date that the chat template was given before, in a resumed run.
+        on_cpu: Whether a CPU computes; None leaves it to `train.device`.
 
     Raises:
-        DataError: As of `pack_data`, or nothing is left to train on, or nothing is held out.
-        ConfigError: As of `pack_data`, or settings of the step contradict each other.
+        DataError: `pack_data` raises it, nothing is left to train on, or nothing is held out.
+        ConfigError: `pack_data` raises it, or settings of the step contradict each other.
     """
     on_cpu = is_on_cpu(config) if on_cpu is None else on_cpu
     config = with_rows_for(config, model_config, on_cpu=on_cpu)
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
-    if config.data.chat_template is not None:  # whoever talks to the model needs what it was trained with
+    if config.data.chat_template is not None:  # a later chat needs the template of the training
         tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
         if (why := why_not_suited(config.data.chat_template, tokenizer)) is not None:
             _log.warning("%s", why)
@@ -97,8 +97,8 @@ def make_loader(data: RunData, config: Config) -> PackedLoader:
     """Return the micro-batches of a run, in its order.
 
     Args:
-        data: Of the run.
-        config: In which nothing is open.
+        data: The data of the run.
+        config: The settings, in which nothing is open.
     """
     packed, name = data.packed, data.packed.fingerprint
     if _holds_out(config, packed):
@@ -119,8 +119,8 @@ def make_eval_sets(config: Config, packed: Mapping[str, tuple[Rows, str]]) -> li
     """Return sets in micro-batches as large as in training.
 
     Args:
-        config: In which nothing is open.
-        packed: What `pack_eval_data` has returned.
+        config: The settings, in which nothing is open.
+        packed: The result of `pack_eval_data`.
     """
     loss, size = loss_of(config), config.train.micro_batch_size
     return [

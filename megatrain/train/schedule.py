@@ -16,9 +16,9 @@ def make_schedule(
     """Return the schedule that `optim` asks for.
 
     Args:
-        config: Of the run.
-        optimizer: Whose rate it sets.
-        num_steps: Of the whole run.
+        config: The settings of the run.
+        optimizer: The optimizer whose rate it sets.
+        num_steps: The number of steps of the whole run.
 
     Raises:
         ConfigError: The schedule does not take its arguments.

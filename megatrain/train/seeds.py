@@ -1,4 +1,4 @@
-"""Seeds that a run does not store: what is drawn in a step is the same after a resume, in any order."""
+"""Seeds that a run need not store: the draws of a step are the same after a resume, in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In how many runs the gradients of a step add up: what the user leaves open is decided here."""
+"""The number of runs in which the gradients of a step add up, where the user leaves it open."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatrain.config.runs import Runs, num_places
 
 
 def decided_shards(config: Config, num_ranks: int, meta: Mapping[str, Any] | None) -> int:
-    """Return `parallel.shards`: as given, as the checkpoint's, or one per rank.
+    """Return `parallel.shards`: as given, as in the checkpoint, or one per rank.
 
     Args:
-        config: Of the run.
-        num_ranks: That train together.
-        meta: Of the checkpoint; None: there is none.
+        config: The settings of the run.
+        num_ranks: The number of ranks that train together.
+        meta: The record of the checkpoint; None if there is none.
 
     Raises:
-        ConfigError: Ranks cannot share them out, or the micro-batches of a step cannot be cut so.
+        ConfigError: The ranks cannot share them out, or the micro-batches of a step cannot be cut so.
     """
     shards, sequence = config.parallel.shards, config.parallel.sequence
     if shards is None and meta is not None:
@@ -32,7 +32,7 @@ def decided_shards(config: Config, num_ranks: int, meta: Mapping[str, Any] | Non
 
 
 def with_shards(config: Config, num_ranks: int, meta: Mapping[str, Any] | None) -> Config:
-    """Return the settings with `parallel.shards` decided; arguments and errors are of `decided_shards`."""
+    """Return the settings with `parallel.shards` decided; arguments and errors are `decided_shards`'s."""
     shards = decided_shards(config, num_ranks, meta)
     parallel = config.parallel.model_copy(update={"shards": shards})
     return config.model_copy(update={"parallel": parallel})

@@ -1,8 +1,8 @@
-"""Jumps of the loss: which step is one, by a rule that a checkpoint carries on.
+"""Jumps of the loss, which are found by a rule whose state checkpoints keep.
 
 A loss is a jump if it lies above the median of the last losses by more than 8 robust standard deviations and
-by more than a tenth of the median. The losses that follow are compared with jumps too, so one that stays high
-is soon none. There is no verdict before `LEAST` losses are known.
+by more than a tenth of the median. Later losses are compared with jumps too, so that a loss that stays high
+soon counts as normal. There is no verdict before `LEAST` losses are known.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ LEAST = 32
 DEVIATIONS = 8.0
 SHARE = 0.1
 _ROBUST = 1.4826
-"""Standard deviations of a normal distribution in one median absolute deviation."""
+"""The number of standard deviations of a normal distribution in one median absolute deviation."""
 
 
 class Spikes:
     """Compares each loss with those before it."""
 
     def __init__(self) -> None:
-        """Know no loss yet."""
+        """Make a detector that knows no loss yet."""
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def take(self, loss: float) -> float | None:
-        """Take a step's loss in; return the highest loss that were no jump if it is one, else None."""
+        """Record a step's loss; for a jump, return the highest loss that would have been none, else None."""
         highest = self._highest()
         if math.isfinite(loss):
             self._losses.append(loss)
@@ -46,5 +46,5 @@ class Spikes:
         return list(self._losses)
 
     def restore(self, losses: Iterable[float]) -> None:
-        """Go on as `state` was."""
+        """Restore `state`."""
         self._losses = deque(losses, maxlen=WINDOW)

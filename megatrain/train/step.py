@@ -1,4 +1,4 @@
-"""One optimizer step of a run, and what is measured of it."""
+"""One optimizer step of a run, and its measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train_step(run: Run) -> StepMetrics:
     loss, shown = run.forward_backward(micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
     lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
-    # With `warn`, the loss is looked at behind the step: until then the device is still at work.
+    # With `warn`, the loss is read after the step, since the device is at work until then.
     highest = None if policy == "warn" else run.spikes.take(float(loss))
     grad_norm, is_skipped = None, highest is not None
     if is_skipped:
@@ -35,7 +35,7 @@ def train_step(run: Run) -> StepMetrics:
     else:
         stats = run.optimizer.step()
     run.scheduler.step()
-    # Here, where the step is over but for its updates, the launching thread waits for what compute has made.
+    # `float(loss)` blocks until the device has finished; only the updates still run.
     loss_value = float(loss)
     if not is_skipped:
         grad_norm, is_skipped = stats.grad_norm, stats.skipped

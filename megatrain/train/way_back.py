@@ -1,4 +1,4 @@
-"""What a run says when a step or an update has failed: from where the same command goes on."""
+"""The errors of a failed step or update: they name the point from which the same command resumes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def way_back(run: Run, directory: RunDirectory) -> Iterator[None]:
-    """Say of an error inside that has torn the state where to go on from: nothing of that state was saved.
+    """Name the point to resume from in an error inside that has torn the state, of which nothing was saved.
 
     Raises:
-        TornStateError: In place of that error.
+        TornStateError: The error inside has torn the state.
         CapacityError: Memory has run out, and the state is whole.
     """
     try:
@@ -44,11 +44,11 @@ def way_back(run: Run, directory: RunDirectory) -> Iterator[None]:
 
 
 def _newest(run: Run, directory: RunDirectory) -> str:
-    """Name what `auto` takes, if it is whole."""
+    """Name the checkpoint that `auto` takes, if it is whole."""
     try:
         saved = next(iter(find(directory.checkpoints)), None)
         held = held_by(run.config, num_nodes=1 if run.ranks is None else run.ranks.num_nodes)
-    except MegatrainError:  # the command that goes on says what is wrong with it
+    except MegatrainError:  # the resuming command reports what is wrong with it
         return "the newest checkpoint that is whole"
     step = 0 if saved is None else step_of(saved)
     if held[0] > step:
@@ -57,10 +57,10 @@ def _newest(run: Run, directory: RunDirectory) -> str:
 
 
 def judge(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
-    """Say that a step was skipped, or its loss a jump, and end the run where its settings say so.
+    """Report a skipped step or a jump of the loss, and end the run where its settings say so.
 
     Raises:
-        DivergedError: They do.
+        DivergedError: The settings end the run.
     """
     train, optim = run.config.train, run.config.optim
     jump = ""
@@ -92,7 +92,7 @@ def judge(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
 
 
 def _before_skips(run: Run, directory: RunDirectory) -> str:
-    """Say what to do after steps that were skipped, and which checkpoint is surely sound."""
+    """Return advice after skipped steps, with the newest surely sound checkpoint."""
     step = run.last_good.sound
     sound = None if step is None else find_step(directory.checkpoints, step)
     if sound is None:

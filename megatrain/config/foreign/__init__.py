@@ -1,1 +1,1 @@
-"""Settings of other trainers, turned into ours: what each key of theirs means here, or why nothing."""
+"""Settings of other trainers, translated into ours: the meaning of each key, or why it has none."""

@@ -80,14 +80,14 @@ _COLUMNS = {
     "field": "text",
 }
 _METHODS = {theirs.method: (one, theirs) for one in OBJECTIVES.values() for theirs in one.axolotl}
-"""The objectives that learn from judged answers, by their names for them."""
+"""The objectives that learn from judged answers, by axolotl's names for them."""
 _TEMPLATES = {name: name for name in ("alpaca", "chatml", "gemma", "llama3", "qwen3")} | {
     "mistral_v2v3": "mistral",
     "phi_3": "phi3",
     "phi_35": "phi3",
     "qwen_25": "qwen2.5",
 }
-"""Their templates by the names that they have here."""
+"""The names of axolotl's templates, with their names here."""
 _TAGS = {"role": "role_tag", "content": "content_tag"}
 
 
@@ -95,7 +95,7 @@ def translate(t: Translation) -> None:
     """Translate a file of axolotl.
 
     Raises:
-        ConfigError: Preference training by another loss than those that are there.
+        ConfigError: Preference training uses a loss that is not supported.
     """
     method = t.take("rl")
     if method is not None:
@@ -249,7 +249,7 @@ def _adapters(t: Translation) -> None:
 
 
 def _times(t: Translation) -> None:
-    """Read how often in an epoch to save and evaluate."""
+    """Read how often in an epoch the run saves and evaluates."""
     for key, name in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
         times = t.take(key)
         if times:

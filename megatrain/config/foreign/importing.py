@@ -1,4 +1,4 @@
-"""`megatrain import`: a file of another trainer in, our YAML out, with what was left out and why."""
+"""`megatrain import` turns a file of another trainer into our YAML, and lists left-out keys with reasons."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _TRAINERS = {"LLaMA-Factory": llamafactory, "axolotl": axolotl}
 
 @dataclass(frozen=True)
 class Imported:
-    """What a file of another trainer has become."""
+    """The result of translating a file of another trainer."""
 
     trainer: str
     settings: Mapping[str, Any]
-    """Nested, as a CONFIG has them."""
+    """The nested settings, as a CONFIG has them."""
     left_out: tuple[str, ...]
-    """Sentences: what was left out, and why."""
+    """The sentences about left-out keys, each with the reason."""
 
     def yaml(self, source: str) -> str:
-        """Return our file, with its origin and what was left out as comments."""
+        """Return our file, with its origin and the left-out keys as comments."""
         lines = [f"# From {source}, a file of {self.trainer}, by megatrain import."]
         if self.left_out:
             lines += ["# Left out:", *(f"#   {line}" for line in self.left_out)]
@@ -39,7 +39,7 @@ def import_file(path: Path) -> Imported:
     """Translate a training file of LLaMA-Factory or axolotl.
 
     Raises:
-        ConfigError: It cannot be read, is of neither, or trains in a way that is no run here.
+        ConfigError: The file cannot be read, is of neither trainer, or trains in a way that is not supported.
     """
     theirs = read_yaml(path, "file")
     if not isinstance(theirs, dict):
@@ -60,11 +60,11 @@ def import_settings(theirs: Mapping[str, Any], *, source: str) -> Imported:
         _TRAINERS[trainer].translate(translation)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except (TypeError, ValueError) as error:  # of a value that is no such number, list or mapping
+    except (TypeError, ValueError) as error:  # a value is no such number, list or mapping
         key, value = translation.newest
         raise ConfigError(f"{source}: {key} is {value!r}, which {trainer} does not take there") from error
     settings = set_keys({}, list(translation.settings.items()))
-    build_config(settings, source=source)  # what is wrong with it is said here, and not by `train`
+    build_config(settings, source=source)  # faults of the settings are reported here, and not by `train`
     left_out = tuple(_sentence(*entry) for entry in translation.left_out)
     return Imported(trainer, settings, left_out)
 

@@ -61,13 +61,13 @@ _REASONS = {
     "rope_scaling": "a model's positions are as its config.json says",
 }
 _TEXT, _TUNING = "pt", "sft"
-"""Their stages that learn from texts, and from answers that nobody has judged."""
+"""LLaMA-Factory's stages that learn from texts, and from answers that nobody has judged."""
 _JUDGED = [(one, theirs) for one in OBJECTIVES.values() for theirs in one.llamafactory]
-"""The objectives that learn from judged answers, each with their names for it."""
+"""The objectives that learn from judged answers, each with LLaMA-Factory's names for it."""
 _TEMPLATES = {
     name: name for name in ("alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "qwen3", "vicuna")
 } | {"gemma2": "gemma", "phi": "phi3", "qwen": "qwen2.5"}
-"""Their templates by the names that they have here."""
+"""The names of LLaMA-Factory's templates, with their names here."""
 _ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
 
 
@@ -75,7 +75,7 @@ def translate(t: Translation) -> None:
     """Translate a file of LLaMA-Factory.
 
     Raises:
-        ConfigError: A stage, or a kind of fine-tuning, that is not there.
+        ConfigError: The stage, or the kind of fine-tuning, is not supported.
     """
     if t.take("do_train") is False:
         raise ConfigError("do_train is false: this is no file of a training run")
@@ -156,7 +156,7 @@ def _data(t: Translation, stage: str) -> None:
     if held_out:
         t.set("data.eval_path", {name: {"path": registry, "dataset": name} for name in held_out})
     template = t.take("template")
-    if template is not None and stage != _TEXT:  # texts have none
+    if template is not None and stage != _TEXT:  # texts have no template
         chat_template(t, "template", template, _TEMPLATES)
     if t.take("train_on_prompt"):
         t.set("data.train_on", "all")

@@ -1,6 +1,6 @@
-"""What a translation is made of: settings by our dotted keys, and what was left out with its reason.
+"""The state of a translation: settings by our dotted keys, and the left-out keys with their reasons.
 
-What must stay true: a key of theirs that is given and not obeyed is named, unless it asks for nothing.
+A key of theirs that is given and not obeyed is always named, unless it asks for nothing.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 from megatrain.objective.objective import Objective, Theirs
 
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", "no")
-"""Values with which a key asks for nothing."""
+"""The values with which a key asks for nothing."""
 
 
 @dataclass
 class Translation:
-    """A file of theirs that becomes settings of ours, key by key."""
+    """A file of another trainer that becomes settings of ours, key by key."""
 
     theirs: dict[str, Any]
-    """What has not been looked at yet."""
+    """The keys that have not been read yet."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """By our dotted keys."""
+    """The settings by our dotted keys."""
     left_out: list[tuple[str, Any, str]] = field(default_factory=list)
-    """Key, value and reason."""
+    """The left-out keys, each with its value and the reason."""
     newest: tuple[str, Any] = ("", None)
-    """The key that was looked at last, and its value: the one that cannot be read, if any."""
+    """The key that was read last, and its value, for the error about a value that cannot be read."""
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return a value of theirs, and count it as looked at."""
+        """Return a value of theirs, and mark it as read."""
         value = self.theirs.pop(key, None)
         if value is None:
             return default
@@ -37,11 +37,11 @@ class Translation:
         return value
 
     def set(self, key: str, value: Any) -> None:
-        """Give a setting of ours."""
+        """Set a setting of ours."""
         self.settings[key] = value
 
     def leave_out(self, key: str, value: Any, reason: str) -> None:
-        """Say why a key of theirs is not obeyed, if it asks for something."""
+        """Record why a key of theirs is not obeyed, if it asks for something."""
         if value not in _NOTHING and value != [] and value != {}:
             self.left_out.append((key, value, reason))
 
@@ -53,13 +53,13 @@ class Translation:
                 self.set(ours, value)
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Leave out what has no meaning here."""
+        """Leave out keys that have no meaning here."""
         for key, reason in reasons.items():
             if key in self.theirs:
                 self.leave_out(key, self.theirs.pop(key), reason)
 
     def refuse_rest(self, reasons: Callable[[str], str]) -> None:
-        """Leave out whatever is left, each key with a reason."""
+        """Leave out all unread keys, each with a reason."""
         for key in list(self.theirs):
             self.leave_out(key, self.theirs.pop(key), reasons(key))
 
@@ -77,7 +77,7 @@ _ADAMS = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
 
 
 def common(t: Translation) -> None:
-    """Translate what both have from transformers' TrainingArguments, with the defaults of these."""
+    """Translate the keys that both have from transformers' TrainingArguments, with the defaults of these."""
     t.rename(
         {
             "learning_rate": "optim.lr",
@@ -101,7 +101,7 @@ def common(t: Translation) -> None:
 
 
 def optimizer(t: Translation, key: str) -> None:
-    """Leave out an optimizer that is another than AdamW."""
+    """Leave out an optimizer other than AdamW."""
     name = t.take(key)
     if name is not None and str(name) not in _ADAMS:
         t.leave_out(key, name, OPTIMISER)
@@ -173,10 +173,10 @@ def chat_template(t: Translation, key: str, name: Any, names: Mapping[str, str])
     """Translate the name of a chat template.
 
     Args:
-        t: The file.
-        key: Of theirs that names it.
-        name: That they have for it.
-        names: Those of theirs that are here, by the name that they have here.
+        t: The translation of the file.
+        key: The key of theirs that names the template.
+        name: The name that the file gives.
+        names: The names of their templates that exist here, each with its name here.
     """
     if name in names:
         t.set("data.chat_template", names[name])
@@ -195,12 +195,12 @@ def lora_modules(value: Any) -> list[str]:
 
 
 def preference(t: Translation, objective: Objective, theirs: Theirs) -> None:
-    """Translate what is learnt from judged answers, and its settings.
+    """Translate the objective of judged answers, and its settings.
 
     Args:
-        t: The file.
+        t: The translation of the file.
         objective: The objective that the file asks for.
-        theirs: Their names for it.
+        theirs: Their names for the objective.
     """
     t.set("train.loss", objective.name)
     for name, value in theirs.sets.items():

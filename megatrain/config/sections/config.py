@@ -122,7 +122,7 @@ class TiersConfig(Section):
 
 
 def _tiers(value: object) -> object:
-    """Check the mapping as a whole, so that one problem is told once; nothing means `auto`."""
+    """Check the mapping as a whole, so that one problem is reported once; nothing means `auto`."""
     if value is None or value == "auto":
         return "auto"
     if not isinstance(value, (Mapping, TiersConfig)):
@@ -187,22 +187,22 @@ class MemoryConfig(Section):
 
     @property
     def drives(self) -> tuple[str, ...]:
-        """Directories on drives that the run may use."""
+        """The directories on drives that the run may use."""
         return () if self.tiers == "auto" else tuple(self.tiers.nvme or ())
 
     @property
     def commits(self) -> bool:
-        """Whether state is committed there: all of it, wherever it lives."""
+        """Whether all of the state is committed there, wherever it lives."""
         return bool(self.drives) and self.commit_every is not None
 
     @property
     def host_budget(self) -> int | None:
-        """Bytes of RAM that the run may take, by either name."""
+        """The bytes of RAM that the run may take, by either name."""
         return self.host_limit if self.tiers == "auto" or self.tiers.ram is None else self.tiers.ram
 
     @property
     def device_budget(self) -> int | None:
-        """Bytes of the device that the run may take, by either name."""
+        """The bytes of the device that the run may take, by either name."""
         return self.device_limit if self.tiers == "auto" or self.tiers.device is None else self.tiers.device
 
 
@@ -251,7 +251,7 @@ class Config(Section):
 
     @property
     def choice(self) -> Choice:
-        """What `memory` and `optim` decide; all else is open, for the planner."""
+        """The choice in `memory` and `optim`; all else is open, for the planner."""
         values = {field: getattr(getattr(self, section), name) for field, (section, name) in _FIELDS.items()}
         return Choice(
             **{field: AUTO if value is None else value for field, value in values.items()},
@@ -260,12 +260,12 @@ class Config(Section):
 
     @property
     def objective(self) -> Objective:
-        """What is learnt."""
+        """The objective of the run."""
         return OBJECTIVES[self.train.loss]
 
     @property
     def adaptation(self) -> Adaptation | None:
-        """What of the model is trained; None: all of it."""
+        """The trained part of the model; None means all of it."""
         lora, freeze, only = self.lora.chosen, self.train.freeze, self.train.only
         if lora is not None and self.model.new_tokens:
             lora = replace(lora, trains_embeddings=True)
@@ -273,12 +273,12 @@ class Config(Section):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row, both of its sequences where it has two."""
+        """The number of tokens of a row, of both of its sequences where it has two."""
         return self.data.seq_len * self.rows_each
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one optimizer step."""
+        """The number of rows of one optimizer step."""
         return self.train.tokens_per_step // self.row_tokens
 
     @property
@@ -288,7 +288,7 @@ class Config(Section):
 
     @property
     def batch(self) -> StepBatch:
-        """What a step trains on; all of it is decided."""
+        """The batch of a step; all of it is decided."""
         assert self.is_decided
         return StepBatch(
             micro_batch_size=self.train.micro_batch_size * self.rows_each,
@@ -301,24 +301,24 @@ class Config(Section):
 
     @property
     def is_decided(self) -> bool:
-        """Whether nothing is open of what decides the numbers; see `megatrain.config.decided`."""
+        """Whether everything is decided from which the numbers follow; see `megatrain.config.decided`."""
         train = self.train
         sizes = (train.tokens_per_step, train.micro_batch_size, train.grad_accumulation)
         return AUTO not in (train.precision, self.data.seq_len, *sizes)
 
     @property
     def rows_each(self) -> int:
-        """Sequences of a row: two of a pair, or of two judged answers."""
+        """The number of sequences of a row: two of a pair, or of two judged answers."""
         return self.objective.rows.sequences
 
     @property
     def data_seed(self) -> int:
-        """Seed of the order of the data."""
+        """The seed of the order of the data."""
         return self.train.seed if self.data.seed is None else self.data.seed
 
 
 _FIELDS = {field: key.split(".") for field, key in KEYS.items()}
-"""Section and name of the settings that are fields of a choice."""
+"""The section and name of the settings that are fields of a choice."""
 
 
 def conflicts(config: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""When a run is evaluated on held-out data, and what follows from it: the section `eval`."""
+"""The section `eval`: the times of a run's evaluations on held-out data, and their consequences."""
 
 from __future__ import annotations
 

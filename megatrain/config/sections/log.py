@@ -1,4 +1,4 @@
-"""What a run shows, records and tells others: the section `log`."""
+"""The section `log`: the display, records and messages of a run."""
 
 from __future__ import annotations
 

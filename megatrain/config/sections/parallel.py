@@ -1,4 +1,4 @@
-"""How the work of a step is cut, so that its result does not depend on who does it: section `parallel`."""
+"""The section `parallel`: the parts of a step, whose result does not depend on who computes them."""
 
 from __future__ import annotations
 

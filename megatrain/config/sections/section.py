@@ -1,4 +1,4 @@
-"""What every section of settings is: checked strictly, never changed, documented key by key."""
+"""The base of every section of settings: it is checked strictly, never changed, and documented by key."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a row holds, by its format, as an example; a row that holds something else is said to."""
+"""The formats of rows: each is read as an example, and a row that holds something else is reported."""

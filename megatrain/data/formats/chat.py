@@ -1,4 +1,4 @@
-"""Rows that are conversations: turns, and instructions with their answers."""
+"""Readers of rows that are conversations: turns, and instructions with their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def text(fields: Fields, place: Source) -> list[TextExample]:
 
 
 def _no_text(fields: Fields) -> RowError:
-    """Return the error of a row without raw text; rows of no format that is known are taken for that."""
+    """Return the error of a row without raw text; rows of an unknown format are read as raw text."""
     name, absent = fields.column("text"), fields.absent()
     if absent is not None:
         return fields.missing(absent)
@@ -37,14 +37,14 @@ def _no_text(fields: Fields) -> RowError:
 
 
 def conversation(fields: Fields, place: Source, spelling: Spelling) -> list[ChatExample]:
-    """Read turns."""
+    """Read a conversation given as turns."""
     messages = turns_of(fields, spelling)
     check_answered(messages)
     return [ChatExample(source=place, messages=messages, tools=tools_of(fields), options=options_of(fields))]
 
 
 def turns_of(fields: Fields, spelling: Spelling) -> tuple[Message, ...]:
-    """Return the turns of a row, after its system prompt if that has a column of its own."""
+    """Return the turns of a row, with its system prompt in front if that has its own column."""
     value = fields.get("messages")
     if value is None:
         raise fields.missing("messages")
@@ -66,7 +66,7 @@ def check_answered(messages: tuple[Message, ...]) -> None:
 
 
 def system_of(fields: Fields) -> tuple[Message, ...]:
-    """Return the system prompt of a row that has it in a column."""
+    """Return the system prompt of a row that has a column for it."""
     system = fields.optional_text("system")
     return (Message(role="system", content=system),) if system else ()
 
@@ -75,7 +75,7 @@ def instruction_of(fields: Fields) -> tuple[Message, ...]:
     """Return system prompt, history and instruction of a row, as LLaMA-Factory joins them.
 
     Raises:
-        RowError: It has no instruction.
+        RowError: The row has no instruction.
     """
     messages = list(system_of(fields))
     for pair in fields.as_list(fields.get("history") or [], f'column "{fields.column("history")}"'):
@@ -131,7 +131,7 @@ def _answered(fields: Fields, place: Source, instance: Any) -> ChatExample:
 def prompt_completion(
     fields: Fields, place: Source, spelling: Spelling
 ) -> list[CompletionExample] | list[ChatExample]:
-    """Read a prompt and what should follow it: plain text, or turns if one of them is."""
+    """Read a prompt and its completion: plain text, or turns if either is turns."""
     prompt, completion = (value_or_turns(fields, spelling, name) for name in ("prompt", "completion"))
     if not (spelling.is_of_turns(prompt) or spelling.is_of_turns(completion)):
         end = fields.as_text(completion, f'column "{fields.column("completion")}"')
@@ -154,7 +154,7 @@ def prompt_completion(
 
 
 def value_or_turns(fields: Fields, spelling: Spelling, name: str) -> Any:
-    """Return a field that must be there, parsed if it is JSON text of turns."""
+    """Return a required field, parsed if it is JSON text of turns."""
     value = fields.get(name)
     if value is None:
         raise fields.missing(name)
@@ -162,7 +162,7 @@ def value_or_turns(fields: Fields, spelling: Spelling, name: str) -> Any:
 
 
 def side(value: Any, role: str, fields: Fields, spelling: Spelling, field: str) -> tuple[Message, ...]:
-    """Return turns, or text as the one turn of `role`."""
+    """Return turns as they are, and text as a single turn of `role`."""
     what = f'column "{fields.column(field)}"'
     if isinstance(value, str):
         return (Message(role=role, content=fields.as_text(value, what)),)
@@ -170,14 +170,14 @@ def side(value: Any, role: str, fields: Fields, spelling: Spelling, field: str) 
 
 
 _RENDERED_WITH = ("messages", "tools", "add_generation_prompt")
-"""Variables of a template that are ours to give."""
+"""The template variables that this project sets itself."""
 
 
 def options_of(fields: Fields) -> dict[str, Any]:
-    """Return other variables of the chat template that a row gives, as TRL's rows do.
+    """Return the other variables of the chat template that a row gives, as TRL's rows do.
 
     Raises:
-        RowError: They are none.
+        RowError: The value of the field is no mapping of variables.
     """
     what = f'column "{fields.column("chat_template_kwargs")}"'
     value = fields.get("chat_template_kwargs")

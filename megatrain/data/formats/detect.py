@@ -1,4 +1,4 @@
-"""What the rows of a source hold, told from their columns, and the reader of each format."""
+"""This module detects the format of a source from its columns, and picks the reader of each format."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Columns = dict[str, str]
 _TURNS = ("messages", "conversations", "conversation")
 _ASKED = ("instruction", "question", "query", "prompt", "input", "problem")
 _ANSWERED = ("output", "response", "solution", "answer", "completion", "target")
-"""Where a solution stands beside an answer (NuminaMath), that is the bare number which it comes to."""
+"""Columns of answers. A solution (NuminaMath) stands before an answer, which is only its final number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What rows hold, and in which columns."""
+    """The format of rows, and the columns that hold its fields."""
 
     format: str
     columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     is_closed: bool = False
-    """As of `Fields`."""
+    """Whether fields outside `columns` are absent from the rows, as in `Fields`."""
 
     def __str__(self) -> str:
         renamed = [f"{name} in {column}" for name, column in self.columns.items() if name != column]
@@ -38,7 +38,7 @@ class Recipe:
 
 
 class Converter:
-    """Makes examples of rows, by a recipe."""
+    """Converts rows to examples by a recipe."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.fields = Fields(recipe.columns, is_closed=recipe.is_closed)
@@ -59,7 +59,7 @@ class Converter:
         """Return the examples of a row; `fields.repairs` then says what was repaired in it.
 
         Raises:
-            RowError: It cannot be used.
+            RowError: The row cannot be used.
         """
         self.fields.take(row)
         media = self.fields.media()
@@ -70,12 +70,12 @@ class Converter:
 
 
 def detect(row: Mapping[str, Any], said: Recipe, *, text_column: str) -> Recipe | None:
-    """Tell what a row holds; None: nothing that is known.
+    """Detect the format of a row; None means that it is unknown.
 
     Args:
         row: The row, by column.
-        said: What the settings say: a format or `auto`, columns and tags.
-        text_column: Column of raw text.
+        said: The recipe of the settings: a format or `auto`, columns and tags.
+        text_column: The column of raw text.
     """
     look = _Look(row, said, text_column)
     if said.format != "auto":
@@ -88,14 +88,14 @@ def detect(row: Mapping[str, Any], said: Recipe, *, text_column: str) -> Recipe 
 
 
 class _Look:
-    """A row, looked at for the fields of a format."""
+    """A row that is searched for the fields of each format."""
 
     def __init__(self, row: Mapping[str, Any], said: Recipe, text_column: str) -> None:
         self.row, self.said, self.text_column = row, said, text_column
         self._spelling = Spelling(said.tags)
 
     def recipe(self, name: str, columns: Columns) -> Recipe:
-        """Return a recipe; columns that the settings name go before those that were found."""
+        """Return a recipe, in which columns that the settings name override those that were found."""
         return Recipe(
             format=name,
             columns=columns | dict(self.said.columns),
@@ -104,11 +104,11 @@ class _Look:
         )
 
     def value(self, name: str) -> Any:
-        """Return a field under the column that the settings name, or its own name."""
+        """Return a field from the column that the settings name, or else from the column of its own name."""
         return self.row.get(self.said.columns.get(name, name))
 
     def has(self, *names: str) -> bool:
-        """Tell whether the row has all of these fields."""
+        """Return whether the row has all of these fields."""
         return all(self.value(name) is not None for name in names)
 
     def first(self, names: Iterable[str], *, but: str = "") -> str | None:
@@ -136,11 +136,11 @@ class _Look:
         if asked is None or output is None:
             return None
         columns = {"instruction": asked, "output": output}
-        # A row of input and output has no instruction beside its input.
+        # A row that has only input and output has no instruction beside its input.
         return columns | ({"input": "no further input"} if asked == "input" else {})
 
     def spelled(self, columns: Columns) -> str:
-        """Return what a conversation's spelling is called."""
+        """Return the name of a conversation's spelling."""
         turns = self.row[columns["messages"]]
         first = turns[0] if isinstance(turns, list) and turns else {}
         return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
@@ -169,7 +169,7 @@ def _find_kto(look: _Look) -> Columns | None:
     turns = look.turns()
     if turns:
         return label | turns
-    # 0 and 1 are also what classes of instructions are called.
+    # Classes of instructions are labelled 0 and 1 too, so a number alone is no judgement.
     answered = look.asked_and_answered() if isinstance(value, bool) or label else None
     return label | answered if answered else None
 
@@ -199,4 +199,4 @@ _FINDERS: dict[str, Callable[[_Look], Columns | None]] = {
     "alpaca": _find_alpaca,
     "text": _find_text,
 }
-"""In the order in which they are tried: a judged row has turns too, a row of turns has text too."""
+"""The finders in their order: a judged row has turns too, and a row of turns has text too."""

@@ -1,4 +1,4 @@
-"""The fields of a row, under whatever names its data set has for them."""
+"""The fields of a row, whatever names its data set has for them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
 
 class Fields:
-    """Gives the fields of one row after the other; what had to be repaired in it is noted."""
+    """Gives access to the fields of one row after the other, and notes what was repaired in it."""
 
     def __init__(self, columns: Mapping[str, str], *, is_closed: bool = False) -> None:
-        """Make one for rows of a source.
+        """Make an accessor for the rows of a source.
 
         Args:
-            columns: By field, the column that holds it, where it has another name.
-            is_closed: Whether fields that are not in `columns` are not in the rows either.
+            columns: The column of each field that is stored under another name.
+            is_closed: Whether fields that are not in `columns` are absent from the rows.
         """
         self.row: Mapping[str, Any] = {}
         self.repairs: list[str] = []
         self.read_columns = set(MEDIA)
-        """Of all rows, the columns that were looked at."""
+        """The columns that were looked at in any row."""
         self.turn_keys: set[str] = set()
-        """Of all rows, keys of turns that are left to the chat template."""
+        """The keys of turns, in any row, that are left to the chat template."""
         self._columns, self._is_closed = columns, is_closed
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """Go on to another row."""
+        """Move on to another row."""
         self.row, self.repairs = row, []
 
     def column(self, field: str) -> str:
-        """Return the column that holds a field."""
+        """Return the name of the column that holds a field."""
         return self._columns.get(field, field)
 
     def get(self, field: str) -> Any:
-        """Return a field; None: the row has none."""
+        """Return the value of a field, or None if the row lacks it."""
         if self._is_closed and field not in self._columns:
             return None
         column = self.column(field)
@@ -47,7 +47,7 @@ class Fields:
         return self.row.get(column)
 
     def media(self) -> str:
-        """Return the first column that holds images, video or sound; empty: none does."""
+        """Return the first column that holds images, video or sound; empty if none does."""
         names = {self._columns[field] for field in MEDIA if field in self._columns} or MEDIA
         return next((name for name in names if self.row.get(name)), "")
 
@@ -55,7 +55,7 @@ class Fields:
         """Return a field that must be text.
 
         Raises:
-            RowError: It is missing, or something else.
+            RowError: The field is missing, or is not text.
         """
         value = self.get(field)
         if value is None:
@@ -67,7 +67,7 @@ class Fields:
         return "" if self.get(field) is None else self.text(field)
 
     def missing(self, field: str) -> RowError:
-        """Return the error of a row without a field."""
+        """Return the error of a row that lacks a field."""
         name = self.column(field)
         if name in self.row:
             return RowError(f'column "{name}" holds null', f'column "{name}" holds null, not text')
@@ -76,15 +76,15 @@ class Fields:
         return RowError(f'no column "{name}"', f'no column "{name}"; the columns are {columns}{ways}')
 
     def absent(self) -> str | None:
-        """Return the first field, other than raw text, whose column the row lacks; None: there is none."""
+        """Return the first field, other than raw text, whose column the row lacks; None if it has all."""
         fields = (field for field in self._columns if field != "text")
         return next((field for field in fields if self._columns[field] not in self.row), None)
 
     def as_text(self, value: Any, what: str) -> str:
-        """Return a value as text; a number is written out, as JSON has it.
+        """Return a value as text; a number is written as in JSON.
 
         Raises:
-            RowError: It is neither, or text that is not Unicode.
+            RowError: The value is neither text nor a number, or is text that is not Unicode.
         """
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             self.repairs.append("a number taken as text")
@@ -92,10 +92,10 @@ class Fields:
         return unicode_text(value, what)
 
     def as_list(self, value: Any, what: str) -> list[Any]:
-        """Return a value as a list; JSON text of one, as CSV files have it, is parsed.
+        """Return a value as a list; JSON text of a list, as CSV files have it, is parsed.
 
         Raises:
-            RowError: It is something else.
+            RowError: The value is not a list.
         """
         if isinstance(value, str) and value.lstrip().startswith("["):
             value = parse(value, what)
@@ -109,7 +109,7 @@ def unicode_text(value: Any, what: str) -> str:
     """Return text that can be encoded.
 
     Raises:
-        RowError: It is something else.
+        RowError: The value is not text, or cannot be encoded.
     """
     if not isinstance(value, str):
         raise RowError(f"{what} is not text", f"{what} holds {_kind(value)}, not text")
@@ -130,7 +130,7 @@ def parse(text: str, what: str) -> Any:
     """Parse JSON inside a row.
 
     Raises:
-        RowError: It is not JSON.
+        RowError: The text is not JSON.
     """
     try:
         return json.loads(text)

@@ -1,4 +1,4 @@
-"""Rows with a judgement: two answers, one of them better (DPO), or one that is good or not (KTO)."""
+"""Readers of judged rows: two answers of which one is better (DPO), or one that is good or not (KTO)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatrain.data.row import RowError, kind
 def preference(fields: Fields, place: Source, spelling: Spelling) -> list[PreferenceExample]:
     """Read a prompt, the chosen and the rejected answer.
 
-    The prompt is a column of text or turns, a conversation up to the answer, an instruction, or what both
-    answers begin with. Text stays text only where all three are.
+    The prompt is a column of text or turns, a conversation up to the answer, an instruction, or the common
+    beginning of both answers. The example stays plain text only if all three are text.
     """
     chosen, rejected = (value_or_turns(fields, spelling, name) for name in ("chosen", "rejected"))
     prompt: Turns
@@ -57,7 +57,7 @@ def preference(fields: Fields, place: Source, spelling: Spelling) -> list[Prefer
 
 
 def _is_whole(value: Any, spelling: Spelling) -> bool:
-    """Tell whether an answer is a conversation from its beginning."""
+    """Return whether an answer is a conversation from its beginning."""
     turns = value if isinstance(value, list) else []
     return spelling.is_of_turns(turns) and spelling.role_of(turns[0]) in ("user", "system")
 
@@ -76,7 +76,7 @@ def _prompt(fields: Fields, spelling: Spelling) -> Turns | None:
 def _common_start(
     chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
-    """Split what two conversations begin with from where they part."""
+    """Split two conversations into their common beginning and the two rests."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -84,7 +84,7 @@ def _common_start(
 
 
 def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split what two texts begin with from where they part; tokens have a space before the word."""
+    """Split two texts into their common beginning and the rests; a space belongs to the word after it."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     shared = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
     if shared and chosen[shared - 1] == " ":
@@ -140,7 +140,7 @@ def kto(fields: Fields, place: Source, spelling: Spelling) -> list[KtoExample]:
 
 
 def as_label(value: Any) -> bool | None:
-    """Return a judgement: true or false, 1 or 0, or either as text; None: it is none."""
+    """Return a judgement given as true or false, 1 or 0, or text of either; None if it is no judgement."""
     words = {"true": True, "1": True, "false": False, "0": False}
     if isinstance(value, str):
         return words.get(value.strip().lower())

@@ -1,4 +1,4 @@
-"""Rows that are tokenised already."""
+"""Reader of rows that are tokenised already."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MASKS = ("completion_mask", "assistant_masks")
 
 
 def tokens(fields: Fields, place: Source) -> list[TokensExample]:
-    """Read token ids, and which are trained on: `labels`, and masks of 1 and 0, all that are there.
+    """Read token ids, and the trained ones among them by `labels` and by all masks of 1 and 0 that are there.
 
-    A row of several documents that were packed becomes as many examples, so that none sees another.
+    A row of several packed documents becomes that many examples, so that no document sees another.
     """
     ids = _numbers(fields, "input_ids")
     if not ids:
@@ -52,10 +52,10 @@ def tokens(fields: Fields, place: Source) -> list[TokensExample]:
 def _starts(
     fields: Fields, count: int, positions: tuple[int, ...] | None, attended: tuple[int, ...] | None
 ) -> list[int]:
-    """Return where the documents of a row begin, by all columns that tell.
+    """Return the positions at which the documents of a row begin, by all columns that tell.
 
     Raises:
-        RowError: They do not tell, or tell differently.
+        RowError: The columns do not tell, or contradict each other.
     """
     found: dict[str, list[int]] = {}
     if positions is not None:
@@ -72,7 +72,7 @@ def _starts(
                 f"seq_lengths add up to {sum(lengths):,}, and there are {count:,} tokens",
             )
         found["seq_lengths"] = [sum(lengths[:number]) for number in range(len(lengths))]
-    if attended is not None and set(attended) != {1}:  # a number for each document
+    if attended is not None and set(attended) != {1}:  # the mask numbers the documents
         found["attention_mask"] = [
             place for place in range(count) if not place or attended[place] != attended[place - 1]
         ]

@@ -1,4 +1,4 @@
-"""Turns of conversations in every spelling, as messages in OpenAI's terms.
+"""Reader of turns of conversations in every spelling; they become messages in OpenAI's terms.
 
 Spellings: `role` and `content` (OpenAI), `from` and `value` (sharegpt), others by tags; content as text or as
 typed parts (OpenAI's and LLaMA-Factory v1's); tool calls in `tool_calls`, `function_call`, turns of their own
@@ -42,11 +42,11 @@ _LIKE_TURNS = re.compile(
     r"""\s*\[\s*\{.{0,2000}['"](?:role|from)['"]\s*:\s*['"](?:system|user|human|assistant|gpt)['"]""",
     re.DOTALL,
 )
-"""A list of turns as text: in JSON, or as Python prints it, which is what pandas writes into a CSV file."""
+"""A list of turns as text: JSON, or Python's repr, which pandas writes into a CSV file."""
 
 
 class Spelling:
-    """How the turns of a source are written."""
+    """The way in which the turns of a source are written."""
 
     def __init__(self, tags: Mapping[str, str]) -> None:
         own = {tags[name]: role for name, role in _TAGS.items() if name in tags}
@@ -60,12 +60,12 @@ class Spelling:
         """Read turns.
 
         Args:
-            value: A list of them, or one.
-            fields: Notes what had to be repaired.
-            what: They are called so in errors.
+            value: The turns: a list of them, or a single one.
+            fields: The fields of the row, which note what was repaired.
+            what: The name of the turns in errors.
 
         Raises:
-            RowError: They are not turns, or one of them is not as it should be.
+            RowError: The value is not turns, or one of the turns is malformed.
         """
         turns = [value] if isinstance(value, dict) else fields.as_list(value, what)
         if not turns:
@@ -74,10 +74,10 @@ class Spelling:
         return tuple(self._message(turn, fields, f"turn {n}", names) for n, turn in enumerate(turns, start=1))
 
     def parsed(self, value: Any, fields: Fields, what: str) -> Any:
-        """Return a value, and the turns in its place if it is JSON text of them, as CSV files have it.
+        """Return a value; JSON text of turns, as CSV files have it, is parsed.
 
         Raises:
-            RowError: It looks like turns, and is not JSON.
+            RowError: The text looks like turns, and is not JSON.
         """
         if not isinstance(value, str) or not value.lstrip().startswith("["):
             return value
@@ -96,19 +96,19 @@ class Spelling:
         return turns
 
     def is_of_turns(self, value: Any) -> bool:
-        """Tell whether a value is a list of turns, or one."""
+        """Return whether a value is a turn or a list of turns."""
         turns = value if isinstance(value, list) else [value]
         return bool(turns) and all(
             isinstance(turn, dict) and any(key in turn for key in self.role_keys) for turn in turns
         )
 
     def role_of(self, turn: Mapping[str, Any]) -> str | None:
-        """Return who speaks, in our words; None: nobody that is known."""
+        """Return the role of the speaker in our words; None if it is unknown."""
         spoken = next((turn[key] for key in self.role_keys if key in turn), None)
         return self.roles.get(spoken) if isinstance(spoken, str) else None
 
     def _message(self, turn: Any, fields: Fields, what: str, names: dict[str, str]) -> Message:
-        """Read a turn; `names` holds the tool of each call so far, by its id."""
+        """Read a turn; `names` maps the id of each call so far to its tool."""
         if not isinstance(turn, dict):
             raise RowError("a turn that is not an object", f"{what} is {kind(turn)}, not an object")
         role = self.role_of(turn)
@@ -152,7 +152,7 @@ class Spelling:
 
 
 def _is_result(content: Any) -> bool:
-    """Tell whether what a tool returned is neither text nor typed parts."""
+    """Return whether a tool's result is neither text nor typed parts."""
     parts = content if isinstance(content, list) else []
     return isinstance(content, dict) or any(
         not isinstance(part, str) and not (isinstance(part, dict) and "type" in part) for part in parts
@@ -189,7 +189,7 @@ def _parts(parts: list[Any], fields: Fields, what: str) -> tuple[list[str], list
 
 
 def _calls_in_text(value: Any, what: str) -> list[dict[str, Any]]:
-    """Read calls of a turn or part of their own: an object, a list of them, or JSON text of either."""
+    """Read calls in a turn or part of their own: an object, a list of objects, or JSON text of either."""
     calls = parse(value, f"a tool call of {what}") if isinstance(value, str) else value
     return [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
 
@@ -227,7 +227,7 @@ def tools_of(fields: Fields) -> tuple[Mapping[str, Any], ...]:
     """Return the tools of a row, each `{"type": "function", "function": {...}}`.
 
     Raises:
-        RowError: They are not JSON, or not tools.
+        RowError: The tools are not JSON, or are malformed.
     """
     tools = fields.get("tools")
     if isinstance(tools, str):

@@ -1,1 +1,1 @@
-"""Rows of files, hub data sets and mixtures to examples, every row accounted for; `examples` is the entry."""
+"""Readers turn rows of files, hub data sets and mixtures into examples; `examples` is the entry."""

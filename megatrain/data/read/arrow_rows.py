@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, saved datasets and hub datasets, through `datasets`."""
+"""Readers of Parquet and Arrow files, saved datasets and hub datasets, through `datasets`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_columnar(path: str, start: Start, *, builder: str) -> Iterator[Row]:
 
 
 def read_saved(path: str, start: Start, *, split: str | None = None) -> Iterator[Row]:
-    """Read a directory that `save_to_disk` has written."""
+    """Read a directory written by `save_to_disk`."""
     import datasets
 
     def load() -> Any:
@@ -51,7 +51,7 @@ def read_hub(
     revision: str | None = None,
     streaming: bool = False,
 ) -> Iterator[Row]:
-    """Read a dataset of the Hugging Face hub, downloaded first or as it comes."""
+    """Read a dataset of the Hugging Face hub, downloaded first or streamed."""
     import datasets
 
     def load() -> Any:
@@ -67,27 +67,27 @@ def read_hub(
 
 @lru_cache
 def hub_revision(path: str, revision: str | None = None) -> str | None:
-    """Return the commit at which a hub dataset is read by this process; None: the hub does not say.
+    """Return the commit at which this process reads a hub dataset; None if the hub does not say.
 
     Args:
-        path: Its id.
-        revision: Commit, branch or tag; None: the newest commit.
+        path: The dataset's id.
+        revision: The commit, branch or tag; None means the newest commit.
     """
     from huggingface_hub import HfApi
 
     try:
         with asking_hub(path, "it", DataError):
             return HfApi().dataset_info(path, revision=revision, timeout=_HUB_WAIT_S).sha
-    except DataError as error:  # offline, private, renamed: what is wrong is said by whoever reads the rows
+    except DataError as error:  # offline, private or renamed: whoever reads the rows raises the error
         _log.debug("%s: the hub does not say at which commit it is (%s)", path, error)
         return None
 
 
 def choose_split(loaded: Any, split: str | None, path: str) -> Any:
-    """Return the split of a dataset that is named, or `train`, or the only one.
+    """Return the named split of a dataset, or else `train` or the only one.
 
     Raises:
-        DataError: It has no such split, or several of which none is `train`.
+        DataError: The dataset has no such split, or has several of which none is `train`.
     """
     if not isinstance(loaded, dict):
         if split is not None and str(loaded.split or split) != split:
@@ -108,7 +108,7 @@ def _rows(load: Any, start: Start, problem: str, *, shows_progress: bool = False
     try:
         with _quiet(shows_progress):
             dataset = load()
-            # Arrow tables: images and sounds are not decoded, and no row is turned into tensors.
+            # As Arrow tables, images and sounds are not decoded, and no row is turned into tensors.
             dataset = dataset.with_format("arrow")
             if start.number:
                 dataset = dataset.skip(start.number)
@@ -129,7 +129,7 @@ def _rows(load: Any, start: Start, problem: str, *, shows_progress: bool = False
 
 
 def _without_none(value: Any) -> Any:
-    """Leave out the keys that a column has only because another row has them."""
+    """Drop the keys that a column has only because another row has them."""
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -139,7 +139,7 @@ def _without_none(value: Any) -> Any:
 
 @contextmanager
 def _quiet(shows_progress: bool) -> Iterator[None]:
-    """Hold back progress bars and log lines: what goes wrong is raised here, with the file."""
+    """Silence progress bars and log lines; errors are raised here, with the file's name."""
     import datasets
 
     logger = logging.getLogger("datasets")

@@ -1,4 +1,4 @@
-"""What sources hold, as one name: equal names, equal bytes."""
+"""A fingerprint of the contents of sources: equal names mean equal bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def content_of(sources: Sequence[SourceConfig]) -> str | None:
     """Return a name for the bytes of all files of sources and the commits of hub datasets.
 
     Returns:
-        None: It is not known at which commit a hub dataset is.
+        None: The commit of some hub dataset is unknown.
 
     Raises:
         DataError: A file cannot be read.

@@ -1,6 +1,6 @@
-"""Rows of CSV and TSV.
+"""Reader of CSV and TSV files.
 
-They go through the `csv` module and not through `datasets`: pandas infers types (`007` becomes 7, `NA`
+They are read with the `csv` module and not with `datasets`: pandas infers types (`007` becomes 7, `NA`
 nothing), loses a whole chunk to one ragged row, and knows no line numbers. Here a cell is the text it is.
 """
 
@@ -18,9 +18,9 @@ from megatrain.errors import DataError
 
 _MOST_CELL_CHARACTERS = 256 * 2**20
 _MOST_LINES = 1000
-"""Of a cell of a TSV file."""
+"""The number of lines that one cell of a TSV file may have."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\s*", re.IGNORECASE)
-"""A first line that tells Excel the separator."""
+"""The first line by which a file tells Excel its separator."""
 
 
 def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
@@ -31,10 +31,10 @@ def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
         first = next((line for line in lines if line.strip()), "")
         if separator := _SEPARATOR_LINE.fullmatch(first):
             delimiter, first = separator[1], next(lines, "")
-        elif delimiter not in first and ";" in first:  # as spreadsheets write it where a comma is in numbers
+        elif delimiter not in first and ";" in first:  # spreadsheets write it so where numbers have a comma
             delimiter = ";"
         names = first.split(delimiter)
-        # A space behind every comma of the header is a habit, and no part of names and cells.
+        # A space behind every comma of the header is a habit, and is no part of names and cells.
         is_spaced = delimiter in ",;" and len(names) > 1 and all(name.startswith(" ") for name in names[1:])
         lines.give_back([first])
         if delimiter == "\t":
@@ -62,11 +62,11 @@ def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
 
 
 class _Lines(Iterator[str]):
-    """The lines of a file, whatever ends them, with their ends."""
+    """The lines of a file with their line ends, of whatever kind."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         self.number = 0
-        """Of the last one."""
+        """The number of the last line."""
         self._path = path
         self._held: list[str] = []
         head = file.read(2)
@@ -86,15 +86,15 @@ class _Lines(Iterator[str]):
         return line
 
     def give_back(self, lines: Sequence[str]) -> None:
-        """Take the last lines again."""
+        """Push back the last lines, so that they are read again."""
         self._held += reversed(lines)
         self.number -= len(lines)
 
 
 class _Tsv(Iterator[list[str]]):
-    """Rows between tabs, where a quote may be a quote, or begin a cell that has lines in it.
+    """Rows between tabs, where a quote may be text, or may begin a cell with several lines.
 
-    Lines that have as many cells as the header are rows, and an open quote in one of them is text.
+    A line that has as many cells as the header is a row, and an open quote in it is text.
     """
 
     def __init__(self, lines: _Lines) -> None:
@@ -139,7 +139,7 @@ def _split(line: str) -> list[str]:
 
 
 def _quoted(text: str) -> list[str] | None:
-    """Return the cells of lines with quotes; None: a quote is open, or text follows a closed one."""
+    """Return the cells of lines with quotes; None if a quote is open, or text follows a closed one."""
     if text.count('"') % 2:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Entries of LLaMA-Factory's `dataset_info.json`: where their rows are, and what their columns are called."""
+"""Entries of LLaMA-Factory's `dataset_info.json` say where rows are, and what their columns are called."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatrain.errors import DataError, os_errors
 
 FILE = "dataset_info.json"
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-"""Its names of columns, where they are not ours; each is also what the column is called by default."""
+"""LLaMA-Factory's field names, where they are not ours; each is also the column's default name."""
 _OTHER_HUBS = ("ms_hub_url", "om_hub_url")
 
 
 def registry(path: str) -> Path | None:
-    """Return the `dataset_info.json` that a path is, or that lies in it; None: there is none.
+    """Return the `dataset_info.json` that a path is or contains; None if there is none.
 
-    What `save_to_disk` writes has a file of this name too.
+    A directory written by `save_to_disk` has a file of this name too, which is not a registry.
     """
     place = Path(path)
     file = place if place.name == FILE else place / FILE
@@ -28,10 +28,10 @@ def registry(path: str) -> Path | None:
 
 
 def entry_of(source: SourceConfig) -> SourceConfig:
-    """Return what an entry stands for; what `source` says itself goes before it.
+    """Return the source that an entry stands for; settings of `source` itself override the entry's.
 
     Raises:
-        DataError: No such file or entry, or one whose rows are not read.
+        DataError: There is no such file or entry, or its rows are of a kind that is not read.
     """
     file = registry(source.path)
     if file is None:
@@ -62,7 +62,7 @@ def entry_of(source: SourceConfig) -> SourceConfig:
             **_meaning(entry, where),
         }
         return SourceConfig(**(found | {key: value for key, value in own.items() if key != "path"}))
-    except (TypeError, ValueError) as error:  # pydantic's is a ValueError
+    except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
         raise DataError(
             f"{where}: not as LLaMA-Factory has it ({' '.join(str(error).split())[:200]})"
         ) from error
@@ -82,7 +82,7 @@ def _path(entry: Mapping[str, Any], folder: Path, where: str) -> str:
 
 
 def _meaning(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return format, columns and tags: what LLaMA-Factory takes for granted is said."""
+    """Return format, columns and tags, with LLaMA-Factory's defaults spelled out."""
     formatting = entry.get("formatting", "alpaca")
     is_alpaca = formatting == "alpaca"
     if formatting not in ("alpaca", "sharegpt", "openai"):
@@ -105,6 +105,6 @@ def _meaning(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = "messages" if formatting == "openai" else "sharegpt"
     elif "output" in columns:
         kind = "alpaca"
-    else:  # only a prompt: what is pre-trained on
+    else:  # a prompt alone is pre-training text
         kind, columns = "text", {"text": columns.get("instruction", "text")}
     return {"format": kind, "columns": columns, "tags": tags}

@@ -1,4 +1,4 @@
-"""Examples of all sources in one stream, in order or drawn by weights, with a position to go on from."""
+"""The stream of examples of all sources, in order or drawn by weights, which continues from a position."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def read_examples(
     part: Part = Part.TRAIN,
     start: Mapping[str, Any] | None = None,
 ) -> ExampleStream:
-    """Read the examples of `data.path`, one pass.
+    """Read the examples of `data.path` once.
 
     Args:
-        data: The settings.
-        seed: Decides the draws of a mixture, and what `data.val_size` holds out.
-        part: What is trained on, or what is held out of it.
-        start: As `ExampleStream.position` has returned it, to go on from there.
+        data: The settings of the data.
+        seed: The seed of the draws of a mixture, and of the examples that `data.val_size` holds out.
+        part: The part to read: the training examples, or the held-out ones.
+        start: The position to continue from, as `ExampleStream.position` returned it.
 
     Raises:
-        DataError: A source is missing or not of a kind that is read; later, as `ExampleStream` says.
+        DataError: A source is missing or of an unknown kind; later, `ExampleStream` raises it as it says.
     """
     readers = [SourceReader(source, data) for source in data.sources]
     holds = _hold_outs(readers, data, seed)
@@ -56,7 +56,7 @@ def read_eval_examples(data: DataConfig, *, seed: int = 0) -> dict[str, ExampleS
     """Read the evaluation sets by name: `val` is what `data.val_size` holds out, others `data.eval_path`.
 
     Raises:
-        DataError: As of `read_examples`, or two sets have one name.
+        DataError: `read_examples` raises it, or two sets have one name.
     """
     found = {}
     if data.val_size:
@@ -69,7 +69,7 @@ def read_eval_examples(data: DataConfig, *, seed: int = 0) -> dict[str, ExampleS
 
 
 def _all_of(sources: Sequence[SourceConfig], data: DataConfig, seed: int) -> ExampleStream:
-    """Read all examples of other sources than `data.path`."""
+    """Read all examples of sources other than `data.path`."""
     whole = HoldOut(Fraction(0), seed=seed)
     readers = [_Source(SourceReader(source, data), whole, Part.TRAIN) for source in sources]
     return ExampleStream(readers, seed=seed, stops=data.on_bad_row == "stop")
@@ -97,13 +97,13 @@ class _Source:
         self.report = SourceReport(name=reader.name, other_part=others)
         self.position = SourcePosition()
         self.num_passes = 0
-        """Passes that are complete."""
+        """The number of complete passes."""
         self._reader, self._hold_out, self._part = reader, hold_out, part
         self._pending: Iterator[tuple[Example, SourcePosition]] | None = None
 
     def next(self) -> Example | None:
-        """Return the next example of this part; None: a pass is complete, the next call begins another."""
-        # Only the first pass is counted: a row that is read again is no other row.
+        """Return the next example of this part, or None at the end of a pass, after which it starts over."""
+        # Only the first pass is counted, since later passes read the same rows again.
         report = self.report if self.num_passes == 0 else SourceReport(name=self.report.name)
         self._pending = self._pending or self._reader.read(report, self.position)
         for example, position in self._pending:
@@ -117,16 +117,16 @@ class _Source:
         return None
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         self.position = SourcePosition(**state["position"])
         self.num_passes = state["num_passes"]
 
 
 class ExampleStream(Iterator[Example]):
-    """Examples of several sources, and what became of their rows.
+    """Examples of several sources, with a report on their rows.
 
-    While it is read it raises DataError: for a row that cannot be used where `data.on_bad_row` is `stop`, for
-    a damaged file, and for a source without a usable row.
+    Reading raises DataError for an unusable row where `data.on_bad_row` is `stop`, for a damaged file, and
+    for a source without a usable row.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class ExampleStream(Iterator[Example]):
         seed: int,
         stops: bool,
     ) -> None:
-        """Put sources one after the other, or with `weights` draw from them."""
+        """Concatenate sources, or draw from them by `weights`."""
         self.report = ReadReport(stops=stops, sources=[source.report for source in sources])
-        """What became of the rows that this stream has read; after a position, of those behind it."""
+        """The report on the rows that this stream has read; after a position, on the rows behind it."""
         self._sources = sources
         self._ends_with_first = ends_with_first
         self._current = 0
@@ -166,7 +166,7 @@ class ExampleStream(Iterator[Example]):
             self._num_draws += 1
             example = source.next()
             if example is None and not self._is_over():
-                example = source.next()  # it starts over
+                example = source.next()  # the source starts over
             if example is not None:
                 return example
         raise StopIteration
@@ -176,7 +176,7 @@ class ExampleStream(Iterator[Example]):
         return any(complete) if self._ends_with_first else all(complete)
 
     def position(self) -> dict[str, Any]:
-        """Return where the next example is, as JSON values."""
+        """Return the position of the next example as JSON values."""
         return {
             "current": self._current,
             "num_draws": self._num_draws,
@@ -187,10 +187,10 @@ class ExampleStream(Iterator[Example]):
         }
 
     def go_on(self, start: Mapping[str, Any]) -> None:
-        """Go on from a position of a stream of the same settings.
+        """Continue from a position of a stream with the same settings.
 
         Raises:
-            DataError: It has other sources.
+            DataError: The position is of other sources.
         """
         if len(start["sources"]) != len(self._sources):
             raise DataError(

@@ -1,4 +1,4 @@
-"""What a path stands for: files, directories of them, patterns, saved datasets, hub datasets."""
+"""The resolver of data paths: files, directories, patterns, saved datasets and hub datasets."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _READERS: dict[str, Callable[..., Iterator[Row]]] = {
     ".arrow": partial(read_columnar, builder="arrow"),
 }
 _PACKED = (".txt", ".jsonl", ".json", ".csv", ".tsv")
-"""Kinds that may be packed: `.jsonl.gz`."""
+"""The file types that may be packed, as in `.jsonl.gz`."""
 KINDS = ", ".join(_READERS)
 _SAVED = ("state.json", "dataset_dict.json")
-"""One of these makes a directory what `save_to_disk` writes."""
+"""The files of which any one marks a directory as written by `save_to_disk`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowFile:
-    """Rows of one place, in order."""
+    """The rows of one place, in order."""
 
     name: str
-    """In reports and errors."""
+    """The name in reports and errors."""
     is_text: bool
-    """Whether it is a document and has no columns."""
+    """Whether the file is a document without columns."""
     read: Callable[[Start], Iterator[Row]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How the rows of a source are read, beside its path."""
+    """The settings by which the rows of a source are read, except its path."""
 
     text_column: str = "text"
     txt_by_line: bool = False
-    """Whether each line of a `.txt` file is a document, as LLaMA-Factory has it; else the file is one."""
+    """Whether each line of a `.txt` file is a document, as in LLaMA-Factory; otherwise the file is one."""
     split: str | None = None
     subset: str | None = None
     folder: str | None = None
@@ -59,10 +59,10 @@ class Reading:
 
 
 def row_files(path: str, how: Reading) -> list[RowFile]:
-    """List what a path stands for.
+    """List the files or datasets that a path stands for.
 
     Raises:
-        DataError: Nothing, or a file of a kind that is not read.
+        DataError: The path matches nothing, or a file of a kind that is not read.
     """
     place = Path(path)
     if place.is_dir() and any((place / name).is_file() for name in _SAVED):
@@ -85,22 +85,22 @@ def row_files(path: str, how: Reading) -> list[RowFile]:
 
 
 def is_of_hub(path: str) -> bool:
-    """Tell whether a path is no file of this machine, but the name of a hub dataset."""
+    """Return whether a path is the name of a hub dataset, and no file of this machine."""
     return "/" in path and may_be_on_hub(path) and not _kind(Path(path))
 
 
 def check_path(path: str) -> None:
-    """Refuse a path at which there is nothing; of one that is there, and of a hub id, nothing is read.
+    """Refuse a path at which there is nothing; nothing is read of existing files and of hub ids.
 
     Raises:
-        DataError: There is nothing.
+        DataError: There is nothing at the path.
     """
     if not Path(path).exists():
         row_files(path, Reading())
 
 
 def _kind(file: Path) -> str:
-    """Return the suffix that says how a file is read; empty: it is not."""
+    """Return the suffix that selects a file's reader; empty if there is none."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
     if suffixes[-1:] == [".gz"]:
         return suffixes[0] if suffixes[0] in _PACKED else ""

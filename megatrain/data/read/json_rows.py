@@ -1,4 +1,4 @@
-"""Rows of JSON Lines, and of one JSON array; the first character decides, not the file's name.
+"""Reader of JSON Lines and of a JSON array; the first character decides which, not the file's name.
 
 JSON is read here and not through `datasets`, whose type inference turns strings that look like dates into
 datetimes and mixes rows of several types, and whose errors do not name the line. Memory is bounded by the
@@ -45,7 +45,7 @@ def _lines(file: IO[bytes], start: Start) -> Iterator[Row]:
 
 
 def _value(raw: bytes, offset: int) -> Any:
-    """Parse a line; None: it is blank."""
+    """Parse a line; return None if it is blank."""
     try:
         line = decode(raw, offset=offset)
         return _object(_parse(line.rstrip("\r\n"))) if line.strip() else None
@@ -58,7 +58,7 @@ def _parse(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise RowError("not valid JSON", f"not valid JSON (column {error.colno}: {error.msg})") from error
-    except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep, for Python
+    except (ValueError, RecursionError) as error:  # Python refuses long numbers and deep nesting
         raise RowError("not readable as JSON", f"not readable as JSON ({error})") from error
 
 
@@ -69,7 +69,7 @@ def _object(value: Any) -> Any:
 
 
 def _elements(file: IO[bytes], path: str) -> Iterator[Any]:
-    """Yield the elements of an array; a fault in it is the file's, since nothing tells where a row begins."""
+    """Yield the elements of an array; a fault is the whole file's, since nothing tells where a row begins."""
     text = _Text(file, path)
     text.skip("[")
     if text.peek() == "]":
@@ -94,12 +94,12 @@ class _Text:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._buffer = ""
         self._line, self._column = 1, 1
-        """Of the first character of the buffer."""
+        """The line and column of the first character of the buffer."""
         self._is_at_end = False
         self._json = json.JSONDecoder()
 
     def _more(self) -> bool:
-        """Read on, and forget what has been passed; False, and nothing changes, if nothing is left."""
+        """Read more and forget the passed text; return False and change nothing if nothing is left."""
         while not self._is_at_end:
             raw = self._file.read(max(_CHUNK, len(self._buffer)))
             self._is_at_end = not raw
@@ -118,14 +118,14 @@ class _Text:
         return False
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Return line and column of a position in the buffer."""
+        """Return the line and column of a position in the buffer."""
         newlines = self._buffer.count("\n", 0, position)
         if not newlines:
             return self._line, self._column + position
         return self._line + newlines, position - self._buffer.rindex("\n", 0, position)
 
     def fault(self, message: str, position: int) -> DataError:
-        """Return the error of a file that breaks off or goes wrong here."""
+        """Return the error of a file that breaks off or goes wrong at a position."""
         line, column = self._place(position)
         return DataError(
             f"{self._path}: not valid JSON (line {line}, column {column}: {message}); a JSON array cannot be "
@@ -143,14 +143,14 @@ class _Text:
                 return ""
 
     def skip(self, character: str) -> None:
-        """Pass a character that must come next."""
+        """Skip a character that must come next."""
         found = self.peek()
         if found != character:
             raise self.fault(f"Expecting {character!r}" if found else "the file breaks off", self.position)
         self.position += 1
 
     def element(self) -> Any:
-        """Parse the next value, reading on while it is not whole."""
+        """Parse the next value, reading more until it is whole."""
         self.peek()
         while True:
             try:

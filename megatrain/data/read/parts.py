@@ -1,7 +1,7 @@
-"""Which examples are held out for evaluation: as many as asked, spread evenly, the same for the same seed.
+"""The split into training and held-out examples: the number asked for, spread evenly, equal for equal seeds.
 
-Each run of 1/share examples gives one of them, drawn by the seed, so rows need not be counted before and come
-one at a time. A number of examples is a share of the count.
+Each stretch of 1/share examples gives one held-out example, drawn by the seed, so rows come one at a time and
+need not be counted first. A number of examples is converted to a share of the count.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from math import ceil
 
 
 class Part(Enum):
-    """What an example is for."""
+    """The part that an example belongs to."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class HoldOut:
-    """Tells of each example, by its place in the order, whether it is held out."""
+    """Decides for each example, by its place in the order, whether it is held out."""
 
     def __init__(self, share: Fraction, *, seed: int, offset: int = 0) -> None:
         """Hold out a share of the examples.
 
         Args:
-            share: From 0 to below 1.
-            seed: Decides which.
-            offset: Examples of other sources that are counted before.
+            share: The held-out share, from 0 to below 1.
+            seed: The seed that decides which examples are held out.
+            offset: The number of examples of other sources that are counted before.
         """
         self._share, self._seed, self._offset = share, seed, offset
         self._run, self._drawn = -1, -1
 
     def part(self, ordinal: int) -> Part:
-        """Return what the example of this number, from 0, is for."""
+        """Return the part of the example of this number, counted from 0."""
         if not self._share:
             return Part.TRAIN
         place = ordinal + self._offset

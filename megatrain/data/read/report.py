@@ -1,4 +1,4 @@
-"""What became of every row: read, kept, repaired or dropped, by reason, with the first places of each."""
+"""The report on every row: read, kept, repaired or dropped, by reason, with the first places of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NUM_PLACES = 5
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """How many rows share a reason, and where the first of them are."""
+    """The number of rows that share a reason, and the places of the first of them."""
 
     count: int = 0
     places: list[Source] = field(default_factory=list)
     detail: str = ""
-    """What exactly is wrong with the first."""
+    """The exact fault of the first row."""
 
     def add(self, place: Source, detail: str = "") -> None:
         """Count a row."""
@@ -38,38 +38,38 @@ class Tally:
 
 @dataclass(kw_only=True, slots=True)
 class SourceReport:
-    """What became of the rows of one source."""
+    """The report on the rows of one source."""
 
     name: str
     format: str = ""
-    """What its rows hold, in words."""
+    """The format of the rows, in words."""
     num_rows: int = 0
-    """Rows read; a row can give several examples, or none."""
+    """The number of rows read; a row can give several examples, or none."""
     num_kept: int = 0
-    """Examples."""
+    """The number of examples kept."""
     num_other_part: int = 0
-    """Examples that are not of this part."""
+    """The number of examples that belong to another part."""
     other_part: str = "held out"
-    """What they are, in words."""
+    """The name of the other part, in words."""
     dropped: dict[str, Tally] = field(default_factory=dict)
-    """By reason."""
+    """The dropped rows, by reason."""
     repaired: dict[str, Tally] = field(default_factory=dict)
-    """By what was done."""
+    """The repaired rows, by what was done."""
     files: set[str] = field(default_factory=set)
     columns: set[str] = field(default_factory=set)
-    """That rows have."""
+    """The columns that rows have."""
     read_columns: set[str] = field(default_factory=set)
     turn_keys: set[str] = field(default_factory=set)
-    """Keys of turns that only the chat template may read."""
+    """The keys of turns that only the chat template may read."""
 
     @property
     def unread_columns(self) -> list[str]:
-        """Columns that nothing was taken from."""
+        """Return the columns that nothing was taken from."""
         return sorted(self.columns - self.read_columns)
 
     @property
     def num_dropped(self) -> int:
-        """Rows, or examples of them, that were left out."""
+        """Return the number of rows, or examples of them, that were left out."""
         return sum(tally.count for tally in self.dropped.values())
 
     def drop(self, place: Source, reason: str, detail: str = "") -> None:
@@ -81,7 +81,7 @@ class SourceReport:
         self.repaired.setdefault(what, Tally()).add(place)
 
     def lines(self) -> list[str]:
-        """Say it in lines: the counts, then each reason."""
+        """Return the report's lines: the counts, then each reason."""
         other = f", {self.num_other_part:,} {self.other_part}" if self.num_other_part else ""
         lines = [
             f"{self.name}: {self.format}; {counted(self.num_rows, 'row')} read, "
@@ -117,7 +117,7 @@ def _json(tally: Tally) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class ReadReport:
-    """What became of the rows of all sources; whoever leaves out an example later counts it here too."""
+    """The report on the rows of all sources, in which examples that are left out later are counted too."""
 
     stops: bool = False
     """Whether a row that cannot be used ends the run (`data.on_bad_row: stop`)."""
@@ -125,29 +125,29 @@ class ReadReport:
 
     @property
     def num_rows(self) -> int:
-        """Rows read."""
+        """Return the number of rows read."""
         return sum(source.num_rows for source in self.sources)
 
     @property
     def num_kept(self) -> int:
-        """Examples kept."""
+        """Return the number of examples kept."""
         return sum(source.num_kept for source in self.sources)
 
     @property
     def num_dropped(self) -> int:
-        """Rows or examples left out."""
+        """Return the number of rows or examples left out."""
         return sum(source.num_dropped for source in self.sources)
 
     def drop(self, place: Source, reason: str, *, is_fault: bool = True) -> None:
-        """Count an example that was read and cannot be used after all, or stop.
+        """Count an example that was read and turns out to be unusable, or stop.
 
         Args:
-            place: Of it.
-            reason: Why.
-            is_fault: False where the settings ask for it.
+            place: The place of the example.
+            reason: The reason for leaving it out.
+            is_fault: Whether the data are at fault; False where the settings ask for it.
 
         Raises:
-            DataError: `data.on_bad_row` is `stop`, and it is a fault.
+            DataError: `data.on_bad_row` is `stop`, and the data are at fault.
         """
         if self.stops and is_fault:
             raise DataError(f"{place}: {reason}")
@@ -163,7 +163,7 @@ class ReadReport:
         return next(source for source in self.sources if place.file in source.files)
 
     def lines(self) -> list[str]:
-        """Say it in lines, source by source."""
+        """Return the report's lines, source by source."""
         return [line for source in self.sources for line in source.lines()]
 
     def json(self) -> dict[str, Any]:

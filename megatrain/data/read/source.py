@@ -1,4 +1,4 @@
-"""One source of a mixture: its rows as examples, every row accounted for, from any position on."""
+"""Reader of one source of a mixture: its rows become examples, are counted, and can be read from anywhere."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _ROWS_LOOKED_AT = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePosition:
-    """Where in a source the next example is."""
+    """The position of the next example in a source."""
 
     file: int = 0
     number: int = 0
-    """Last row of that file that has been used up."""
+    """The number of the last row of that file that has been used up."""
     end: int = 0
     taken: int = 0
-    """Examples already taken of the row behind it."""
+    """The number of examples already taken from the row behind it."""
     ordinal: int = 0
-    """Examples of the source so far."""
+    """The number of examples of the source so far."""
 
     def json(self) -> dict[str, int]:
-        """Return it as plain values."""
+        """Return the position as plain values."""
         return asdict(self)
 
 
 class SourceReader:
-    """Reads a source; twice the same, every time from the beginning or a position."""
+    """Reads a source, each time from the beginning or from a position, with equal results."""
 
     def __init__(self, source: SourceConfig, data: DataConfig) -> None:
         is_entry = source.dataset is not None or registry(source.path) is not None
@@ -61,7 +61,7 @@ class SourceReader:
         self.recipe = said if is_entry else self._detect(said)
 
     def _detect(self, said: Recipe) -> Recipe:
-        """Tell what most of the first rows hold; a source of documents is raw text."""
+        """Detect the format of most of the first rows; a source of documents is raw text."""
         column = self._text_column
         as_text = replace(said, format="text", columns={"text": column} | dict(said.columns))
         is_text = all(file.is_text for file in self._files) or column != "text"
@@ -79,7 +79,7 @@ class SourceReader:
     def read(
         self, report: SourceReport, start: SourcePosition = SourcePosition()
     ) -> Iterator[tuple[Example, SourcePosition]]:
-        """Yield each example, with the position behind it.
+        """Yield each example with the position behind it.
 
         Raises:
             DataError: No row can be used, one cannot and `data.on_bad_row` is `stop`, or a file is damaged.
@@ -131,7 +131,7 @@ class SourceReader:
         return examples
 
     def _useless(self, report: SourceReport) -> DataError:
-        """Return the error of a source without a usable row: its first fault tells why."""
+        """Return the error of a source without a usable row, which names its first fault."""
         if set(report.dropped) == {"empty text"}:
             return DataError(
                 f"{self.name}: no text in the file, only empty documents; remove it from data.path"
@@ -147,7 +147,7 @@ class SourceReader:
 
 
 def _said(source: SourceConfig) -> Recipe:
-    """Return what settings say of rows; LLaMA-Factory's names of fields are turned into ours."""
+    """Return what the settings say of rows; LLaMA-Factory's field names are translated to ours."""
     given = dict(source.columns or {})
     if "query" in given or "response" in given:
         names = {"prompt": "instruction", "query": "input", "response": "output"}

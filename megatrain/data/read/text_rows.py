@@ -1,4 +1,4 @@
-"""Rows of plain text files."""
+"""Reader of plain text files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import IO, Any
 from megatrain.data.row import Row, RowError, Start
 
 MOST_DOCUMENT_BYTES = 16 * 2**20
-"""Of a `.txt` file that is one document; a larger one is several, cut at ends of lines."""
+"""The size of a `.txt` file that is one document; a larger one is several, cut at line ends."""
 _MOST_REST_BYTES = 2**20
-"""From there to the end of a line; a longer line is cut between two characters."""
+"""The distance from there to the end of a line; a longer line is cut between two characters."""
 MOST_ROW_BYTES = 256 * 2**20
-"""Of one row; a file without line ends is not read into memory as a whole."""
+"""The size of one row, so that a file without line ends is not read into memory as a whole."""
 TOO_LONG = f"a row of more than {MOST_ROW_BYTES / 2**20:g} MiB"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""What a file of UTF-16 begins with."""
+"""The byte order marks at the beginning of UTF-16 files."""
 
 
 def open_bytes(path: str) -> IO[bytes]:
@@ -28,11 +28,11 @@ def decode(raw: bytes, *, offset: int = 0) -> str:
     """Decode UTF-8, without a byte order mark at the start of a file.
 
     Args:
-        raw: Some bytes of a file.
-        offset: How many bytes come before them.
+        raw: The bytes, a part of a file.
+        offset: The number of bytes of the file before them.
 
     Raises:
-        RowError: It is something else.
+        RowError: The bytes are no UTF-8.
     """
     try:
         text = raw.decode("utf-8")
@@ -48,7 +48,7 @@ def decode(raw: bytes, *, offset: int = 0) -> str:
 def read_txt(
     path: str, start: Start, *, text_column: str = "text", is_by_line: bool = False
 ) -> Iterator[Row]:
-    """Read a file as one document, or a large one as several; or every line as one."""
+    """Read a file as one document, a large one as several, or each line as one."""
     if is_by_line:
         yield from _read_lines(path, start, text_column)
         return
@@ -73,7 +73,7 @@ def read_txt(
 
 
 def _whole_characters(raw: bytes) -> int:
-    """Return how many bytes there are without a last character that is not whole."""
+    """Return the number of bytes without an incomplete last character."""
     for place in range(len(raw) - 1, max(-1, len(raw) - 4), -1):
         first = raw[place]
         if first >= 0xC0:
@@ -85,7 +85,7 @@ def _whole_characters(raw: bytes) -> int:
 
 
 def lines_of(file: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
-    """Yield the lines from here on, None in the place of one above `MOST_ROW_BYTES`, and their bytes."""
+    """Yield each line and its number of bytes, with None for a line above `MOST_ROW_BYTES`."""
     while raw := file.readline(MOST_ROW_BYTES + 1):
         size, is_too_long = len(raw), len(raw) > MOST_ROW_BYTES
         while is_too_long and not raw.endswith(b"\n") and (raw := file.readline(MOST_ROW_BYTES)):

@@ -1,7 +1,7 @@
-"""Chat templates that go by a name, for models whose tokenizer has none; `NAME.jinja` beside this file.
+"""Named chat templates, for models whose tokenizer has none; each is `NAME.jinja` beside this file.
 
-Each is written anew from the form that the models of that name were trained with, and takes what their own
-template takes: where a tokenizer has that, both write the same text (`tests/data/tokens/test_named.py`).
+Each is written anew from the format that the models of that name were trained with, and accepts what their
+own template accepts: where a tokenizer has one, both write the same text (`tests/data/tokens/test_named.py`).
 
 Sources: the model cards and tokenizers of Llama 2 and 3, Mistral Instruct v0.3, Gemma, Phi-3, Qwen2.5 and
 Qwen3; ChatML as of OpenAI; Stanford's Alpaca and LMSYS's Vicuna v1.1.
@@ -26,25 +26,25 @@ SPECIAL_TOKENS = {
     "qwen2.5": ("<|im_start|>", "<|im_end|>"),
     "qwen3": ("<|im_start|>", "<|im_end|>"),
 }
-"""By template, the words of its own that are to be one token each."""
+"""The words of each template that must be one token each."""
 
 
 @cache
 def template_names() -> tuple[str, ...]:
-    """Return the names, in order."""
+    """Return the names in order."""
     here = (entry.name for entry in files(__name__).iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in here if name.endswith(_SUFFIX)))
 
 
 def named_template(name: str) -> str | None:
-    """Return a template as Jinja; None: there is none of that name."""
+    """Return a template as Jinja, or None if there is none of that name."""
     if name not in template_names():
         return None
     return (files(__name__) / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
 
 
 def why_not_suited(name: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Say which words of a named template the tokenizer has no token for; None: none, or no such template."""
+    """Return the words of a named template for which the tokenizer lacks a token; None if there are none."""
     wanted = SPECIAL_TOKENS.get(name, ())
     there = tokenizer.get_vocab() if wanted else {}
     missing = [token for token in wanted if token not in there]

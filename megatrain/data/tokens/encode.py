@@ -1,4 +1,4 @@
-"""Examples to words: rendered, tokenised once as a whole, and what is trained on found by offsets."""
+"""The encoder renders examples, tokenises each as a whole once, and finds the trained tokens by offsets."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderRecipe:
-    """What an `Encoder` is made of, in every process the same one."""
+    """The ingredients of an `Encoder`, which is the same in every process."""
 
     tokenizer: PreTrainedTokenizerBase
     template: str | Mapping[str, str] | None
-    """Of chats, or several by name; None: there is none."""
+    """The chat template, or several by name; None if there is none."""
     train_on: TrainOn
     end_id: int
-    """Of the token that ends a document."""
+    """The id of the token that ends a document."""
     day: date = field(default_factory=lambda: date.today())
-    """That templates are told which ask for the time: it does not go on while data are prepared."""
+    """The date for templates that ask for the time; it stays fixed while data are prepared."""
 
     @property
     def asks_day(self) -> bool:
@@ -65,7 +65,7 @@ class EncoderRecipe:
         return "strftime_now" in str(self.template)
 
     objective: Objective = DEFAULT
-    """What the examples are for: it says which are taken."""
+    """The objective, which decides what kind of example is accepted."""
 
     def make(self) -> Encoder:
         """Compile the template and return the encoder.
@@ -86,12 +86,12 @@ class EncoderRecipe:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What is to be tokenised, and which spans of it are trained on."""
+    """The text to be tokenised, and its spans that are trained on."""
 
     text: str
     spans: Sequence[Span]
     is_rendered: bool
-    """It has its special tokens; else the tokenizer adds its own, and the end of the document comes after."""
+    """Whether it has its special tokens; if not, the tokenizer adds its own, and an end token follows."""
 
 
 class Encoder:
@@ -106,14 +106,14 @@ class Encoder:
         end_id: int,
         objective: Objective = DEFAULT,
     ) -> None:
-        """Take what examples are encoded with.
+        """Store what examples are encoded with.
 
         Args:
-            tokenizer: With offsets: a fast one.
-            template: Of chats; None: there is none.
-            train_on: Which part of a chat or a completion.
-            end_id: Of the token that ends a document.
-            objective: What the examples are for: it says which are taken.
+            tokenizer: The tokenizer, which must be a fast one, with offsets.
+            template: The chat template; None if there is none.
+            train_on: The part of a chat or a completion that is trained on.
+            end_id: The id of the token that ends a document.
+            objective: The objective, which decides what kind of example is accepted.
         """
         self._objective = objective
         self._tokenizer = tokenizer
@@ -121,14 +121,14 @@ class Encoder:
         self._train_on = train_on
         self._end_id = end_id
         self._is_checked = False
-        """That the template can be told apart: the first chat asks for it, since texts need none."""
+        """Whether the template has been checked. The first chat triggers that, since texts need none."""
 
     def encode(self, examples: Sequence[Example]) -> list[Words | Refused]:
-        """Return each example's words, with its first token's START, or why there are none.
+        """Return each example's words, the first with the flag START, or the reason why there are none.
 
         Raises:
-            ConfigError: A chat, and no template; or a tokenizer without offsets.
-            DataError: Examples that the loss does not take.
+            ConfigError: There is a chat and no template, or the tokenizer has no offsets.
+            DataError: The objective does not accept these examples.
         """
         for example in examples:
             self._check_kind(example)
@@ -150,11 +150,11 @@ class Encoder:
 
     @property
     def takes_judged(self) -> bool:
-        """Whether `encode_judged` is for its examples, and not `encode`."""
+        """Return whether examples go to `encode_judged` instead of `encode`."""
         return self._objective.rows.is_judged
 
     def untrained_end(self) -> str | None:
-        """Say which token ends an assistant's turn and is not trained on; None: it is, or there is no chat.
+        """Return the end token of an assistant's turn if it is untrained; None otherwise or without a chat.
 
         A model that is never trained to end its turn does not stop.
         """
@@ -167,7 +167,7 @@ class Encoder:
         last = [place for place in np.flatnonzero(trained) if not np.all(trained[place : place + 2])]
         for place in last:
             while place and trained[place] and not self._tokenizer.decode([encoding.ids[place]]).strip():
-                place -= 1  # the line break that follows an end
+                place -= 1  # the line break that follows an end token
             if encoding.ids[place] in ends:
                 continue
             rest = [number for number in encoding.ids[place + 1 :] if number in ends]
@@ -186,10 +186,10 @@ class Encoder:
         return None
 
     def left_out(self, held: Collection[str]) -> str | None:
-        """Say what of the data the chat template leaves out in silence; None: nothing.
+        """Return a warning about what the chat template silently drops from the data; None if nothing.
 
         Args:
-            held: By any of the examples, as of `held_by`.
+            held: The kinds of content that any example holds, as `held_by` returns them.
         """
         return None if self._template is None else why_left_out(self._template, held)
 
@@ -197,8 +197,8 @@ class Encoder:
         """Return answers with their prompts, ended by the template or by the token that ends a document.
 
         Raises:
-            ConfigError: A chat, and no template.
-            DataError: The template refuses it.
+            ConfigError: There is a chat and no template.
+            DataError: The template refuses the example.
         """
         answers = example.answers
         plain = [answer for answer in answers if isinstance(answer, str)]
@@ -213,7 +213,7 @@ class Encoder:
         return Judged(prompts, answered, example.is_good)
 
     def _plain_sides(self, prompt: str, answers: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Split answers from their prompt where the tokens of that alone go on otherwise, as TRL does."""
+        """Split answers from their prompt where the tokens differ from those of the prompt alone, as TRL."""
         texts = [
             _Text(text, [(0, len(text))], False) for text in (prompt, *(prompt + one for one in answers))
         ]
@@ -222,7 +222,7 @@ class Encoder:
         return [(ids[:shared], ids[shared:]) for ids in whole]
 
     def _chat_side(self, example: JudgedExample, answer: Turns) -> tuple[list[int], list[int]]:
-        """Split an answer from its prompt where the template begins it."""
+        """Split an answer from its prompt where the template begins the answer."""
         prompt = example.prompt
         asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
         told = (Message(role="assistant", content=answer),) if isinstance(answer, str) else answer
@@ -234,11 +234,11 @@ class Encoder:
         return (words[:first] & IDS).tolist(), (words[first:] & IDS).tolist()
 
     def encode_judged(self, examples: Sequence[Example]) -> list[Judged | Refused]:
-        """Return each example's prompt and answers, or why there are none.
+        """Return each example's prompt and answers, or the reason why there are none.
 
         Raises:
-            ConfigError: A chat, and no template; or a tokenizer without offsets.
-            DataError: Examples that the loss does not take.
+            ConfigError: There is a chat and no template, or the tokenizer has no offsets.
+            DataError: The objective does not accept these examples.
         """
         results: list[Judged | Refused] = []
         for example in examples:
@@ -251,10 +251,10 @@ class Encoder:
         return results
 
     def _check_kind(self, example: Example) -> None:
-        """Refuse an example that the loss does not take.
+        """Refuse an example that the objective does not accept.
 
         Raises:
-            DataError: It is one.
+            DataError: The objective does not accept the example.
         """
         rows, objective = example.rows, self._objective
         if rows == objective.rows:
@@ -325,22 +325,22 @@ class Encoder:
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many numbers two sequences begin with alike."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _adds_first_again(encoding: Any) -> bool:
-    """Tell whether the tokenizer has put its first token before a text that begins with it already."""
+    """Return whether the tokenizer has put its first token before a text that begins with it already."""
     ids, offsets = encoding.ids[:2], encoding.offsets[:2]
     return len(ids) == 2 and ids[0] == ids[1] and offsets[0] == (0, 0) and offsets[1][1] > 0
 
 
 def _trained(offsets: Sequence[Span], spans: Sequence[Span], count: int) -> NDArray[np.bool_]:
-    """Tell which tokens hold a character of the spans, and which lie between two that do.
+    """Mark the tokens that hold a character of the spans, and those between two such tokens.
 
     Tokens that stand for no character, such as those that a tokenizer adds itself, are not trained on before
-    the text, and are trained on after it if its end is.
+    the text; behind it they are trained on if the end of the text is.
     """
     trained = np.zeros(count, dtype=np.bool_)
     if not spans or not count:

@@ -1,4 +1,4 @@
-"""Whether the data teach a model to stop: which of the tokens that end something are trained on."""
+"""A check whether the data teach a model to stop: which of the end tokens are trained on."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class TrainedEnds:
-    """Finds the special tokens that are trained on, among them what ends an answer."""
+    """Collects the special tokens that are trained on, among them the one that ends an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Begin with none."""
+        """Begin with an empty set."""
         special = [*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids]
         self._is_special = np.zeros(max(special, default=-1) + 1, dtype=np.bool_)
         self._is_special[special] = True
         self.found: set[int] = set()
-        """Token ids."""
+        """The token ids."""
 
     def add(self, words: Words) -> None:
-        """Look at what of an example goes into rows."""
+        """Look at the part of an example that goes into rows."""
         ids = words[words & TRAINED != 0] & IDS
         ids = ids[ids < len(self._is_special)]
         self.found.update(ids[self._is_special[ids]].tolist())
@@ -36,13 +36,13 @@ def why_not_stopping(
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: Callable[[], Collection[int]],
 ) -> str | None:
-    """Say why a model would not learn to stop, or not if it were trained elsewhere; None: it would.
+    """Return why a model would not learn to stop, or would not if trained elsewhere; None if it would.
 
     Args:
-        trained: The special tokens that are trained on; None: nothing is to be said.
-        tokenizer: Of the model.
-        stop_ids: Returns the tokens at which `generate` stops. It is asked where the tokenizer's own end is
-            not trained on, or is the padding.
+        trained: The special tokens that are trained on; None skips the check.
+        tokenizer: The tokenizer of the model.
+        stop_ids: The function that returns the tokens at which `generate` stops. It is called where the
+            tokenizer's own end token is not trained on, or is the padding.
     """
 
     def names(ids: Collection[int]) -> str:

@@ -1,8 +1,8 @@
-"""The form in which a chat template takes messages: what it does not write in one form, it may in another.
+"""The form in which a chat template takes messages: it may write in one form what it drops in another.
 
-Templates of models that see pictures take the content of a message as typed parts, and write nothing of a
-plain text; some want the arguments of a call as JSON text. Which it is, is found by what they write of two or
-three short messages.
+Templates of models that see pictures take the content of a message as typed parts, and write nothing of plain
+text; some want the arguments of a call as JSON text. The form is found by rendering two or three short
+messages.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from megatrain.data.example import Message
 from megatrain.data.tokens.rendering import Conversation, Rendered, RenderError, Rendering
 
 REASONING = ("reasoning_content", "thinking")
-"""What templates call the reasoning of a message: all of these hold it."""
+"""The names that templates use for a message's reasoning; all of these keys hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How messages are written down for a template."""
+    """The form in which messages are given to a template."""
 
     takes_text: bool = True
-    """Content may be a text; else it is always typed parts."""
+    """Whether content may be text; otherwise it is always typed parts."""
     part_roles: frozenset[str] = frozenset()
-    """Roles whose content may be typed parts: a message that came as parts stays so."""
+    """The roles whose content may be typed parts: a message that came as parts stays so."""
     arguments_as_text: bool = False
-    """Arguments of calls are JSON text; else they are objects."""
+    """Whether arguments of calls are JSON text; otherwise they are objects."""
 
     def mapping(self, message: Message) -> dict[str, Any]:
         """Return a message as a chat template reads it."""
@@ -54,7 +54,7 @@ class Form:
 
 
 def plain(value: Any) -> Any:
-    """Return JSON's own types: a template's sandbox knows their methods, and no others."""
+    """Return JSON's own types, since a template's sandbox knows only their methods."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -94,7 +94,7 @@ TOOL: dict[str, Any] = {
 
 
 class Forms:
-    """Finds the form of a template, each question when it is first asked."""
+    """Finds the form of a template, asking each question once, when it is needed."""
 
     def __init__(self, rendering: Rendering) -> None:
         self._rendering = rendering
@@ -118,7 +118,7 @@ class Forms:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """A template that writes neither text nor parts is given text."""
+        """Whether content is given as text, as it is to a template that writes neither text nor parts."""
         return self._writes(TURNS, Form()) or not self._writes(TURNS, Form(takes_text=False))
 
     def _takes_parts(self, role: str) -> bool:
@@ -135,7 +135,7 @@ class Forms:
         return not self._writes_calls(as_object) and self._writes_calls(as_text)
 
     def _writes(self, turns: Sequence[Message], form: Form, *, in_parts: bool = False) -> bool:
-        """Tell whether the template writes the content of turns, and not what parts are called."""
+        """Return whether the template writes the content of turns, without the names of parts."""
         if in_parts:
             turns = [replace(turn, parts=(turn.content,)) for turn in turns]
         rendered = self._render(turns, form)
@@ -147,7 +147,7 @@ class Forms:
         return not is_dumped and all(number in written for number, turn in enumerate(turns) if turn.content)
 
     def _writes_calls(self, form: Form) -> bool:
-        """Tell whether the template writes a call with its arguments."""
+        """Return whether the template writes a call with its arguments."""
         rendered = self._render(CALLS, form)
         written = rendered.text_of(1) if rendered else ""
         return all(word in written for word in ("Charlie", "Delta", "Echo"))

@@ -1,8 +1,8 @@
-"""Where a turn of the assistant's begins to be the model's own: behind what a prompt gives it.
+"""The boundary in an assistant's turn between the header that a prompt gives and the model's own text.
 
-When the model is asked, the template ends the prompt with the beginning of the assistant's turn. What a turn
-and the prompt for it have in common there is given, and is not trained on. It is found by rendering that
-prompt, once for each opening: for what a turn has before the first word of its message.
+When the model is asked, the template ends the prompt with the beginning of the assistant's turn. The common
+part of this prompt and the turn is given, and is not trained on. It is found by rendering that prompt, once
+for each opening, which is the text of a turn before the first word of its message.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from megatrain.data.tokens.rendering import Conversation, Rendered, RenderError,
 
 _ROLE_ALONE = re.compile(r"""\{\{-?\s*'<\|im_start\|>'\s*\+\s*message\.role\s*-?\}\}""")
 """Qwen 2.5's template begins a turn that calls tools with the role alone: the line break after it belongs to
-what follows. So it does in TRL's training template, which trains on it, and masks agree."""
+what follows. TRL's training template does the same and trains on it, so masks agree."""
 
 _WORDS = re.compile(r"<[^<>]*>|\w+|.", re.DOTALL)
-"""What is given ends with one of these: half a tag in common is nothing in common."""
+"""The units of what is given, so that half a tag in common counts as nothing in common."""
 
 _MOST_KNOWN = 10_000
-"""Openings: a template whose turns all begin otherwise does not fill the memory."""
+"""The number of cached openings, a bound for templates whose turns all begin differently."""
 _NOT_SAID = ("role", "name", "tool_call_id")
-"""Keys of a message that are not its words."""
+"""The keys of a message that are not its words."""
 
 
 class Headers:
-    """Finds the beginnings of the assistant's turns that are given."""
+    """Finds the given beginnings of the assistant's turns."""
 
     def __init__(self, rendering: Rendering, plain: Conversation) -> None:
-        """Take a template, and a question with its answer in the form that it takes."""
+        """Store a template, and a question with its answer in the form that it takes."""
         self._rendering = rendering
         self._plain = plain
         self._known: dict[tuple[str, str, str], int] = {}
-        """Characters that are given, by opening, role before it and options."""
+        """The number of given characters, by opening, the role before it and options."""
 
     def begin(self, conversation: Conversation, rendered: Rendered, number: int) -> int:
-        """Return the place behind what is given of a message of the assistant's.
+        """Return the position behind the given part of an assistant's message.
 
         Raises:
-            RenderError: It is not known.
+            RenderError: The position is unknown.
         """
         start, end = self._opening(rendered, number)
         opening = rendered.text[start:end]
@@ -56,7 +56,7 @@ class Headers:
         return start + self._known[key]
 
     def _opening(self, rendered: Rendered, number: int) -> Span:
-        """Return what was written for a message before the first of its words."""
+        """Return the text that was written for a message before the first of its words."""
         start, end = rendered.spans(number)[0]
         words = (
             piece.start
@@ -66,12 +66,12 @@ class Headers:
         return start, min(end, next(words, end))
 
     def _length(self, conversation: Conversation, number: int, opening: str) -> int:
-        """Return how many characters of an opening are given."""
-        if number == 0:  # templates may begin the text with the first message, whosever it is
+        """Return the number of given characters of an opening."""
+        if number == 0:  # templates may begin the text with the first message, whatever its role
             return self._length_after_a_question(conversation, number, opening)
         usual = self._usually_given
         given = self._prompt(conversation, number) if self._has_prompts else usual
-        # A template file may have other white space here and there, and begin the text with this turn.
+        # A template file may have other white space in places, and may begin the text with this turn.
         begun = opening.lstrip().removeprefix(self._rendering.bos).lstrip()
         skipped = len(opening) - len(begun)
         for beginning in filter(str.strip, (given or "", usual)):
@@ -81,7 +81,7 @@ class Headers:
                 return skipped + len(words) + len(_common(space, begun[len(words) :]))
         prompt = usual if given is None else given
         common = _common(prompt.lstrip(), begun)
-        if prompt.strip() and not common and number > 1:  # the turn goes on where the prompt has ended it
+        if prompt.strip() and not common and number > 1:  # the turn continues where the prompt ended it
             return self._length_after_a_question(conversation, number, opening)
         if prompt.strip() and not common:
             raise RenderError(
@@ -91,7 +91,7 @@ class Headers:
         return skipped + len(common) if common else 0
 
     def _length_after_a_question(self, conversation: Conversation, number: int, opening: str) -> int:
-        """Return how many characters of an opening are given, by what the model writes after a question."""
+        """Return the number of given characters of an opening, by the model's prompt after a question."""
         messages = [self._plain.messages[0], *conversation.messages[number:]]
         asked = replace(conversation, messages=messages)
         rendered = self._rendering.render(asked)
@@ -107,34 +107,34 @@ class Headers:
 
     @cached_property
     def _has_prompts(self) -> bool:
-        """Whether the template begins the assistant's turn when it is asked to."""
+        """Return whether the template begins the assistant's turn when asked to."""
         asked = self._plain.before(1)
         return self._rendering.text(asked, prompts=True) != self._rendering.text(asked)
 
     @cached_property
     def _usually_given(self) -> str:
-        """What is given of a plain answer."""
+        """Return the given part of a plain answer."""
         rendered = self._rendering.render(self._plain)
         start, end = self._opening(rendered, 1)
         opening = rendered.text[start:end]
         if not self._has_prompts:
             if not rendered.repeated(1, "content"):
                 raise RenderError("the chat template does not tell where an answer begins")
-            return opening.rstrip(" ")  # the words alone are the model's
+            return opening.rstrip(" ")  # only the words are the model's
         given = self._prompt(self._plain, 1)
-        if given is None:  # a question reads otherwise where it is the last: how does the prompt end?
+        if given is None:  # a last question reads differently, so the end of the prompt is compared
             prompt = self._rendering.text(self._plain.before(1), prompts=True)
             ends = (opening[:place] for place in range(len(opening), -1, -1))
             given = next(end for end in ends if prompt.endswith(end))
         return given
 
     def _prompt(self, conversation: Conversation, number: int) -> str | None:
-        """Return how the prompt for a message goes on where that begins; None: it differs before."""
+        """Return the rest of the prompt from where a message begins; None if it differs before."""
         try:
             prompt = self._rendering.text(conversation.before(number), prompts=True)
             rendered = self._rendering.render(conversation.before(number + 1))
         except RenderError:
-            return None  # as where there is nothing before an assistant's message
+            return None  # there is nothing before an assistant's message
         if not rendered.spans(number):
             return None
         start, _ = self._opening(rendered, number)

@@ -1,4 +1,4 @@
-"""What a chat template leaves out in silence of conversations: a model neither sees nor learns it."""
+"""A check for content that a chat template silently drops, so that a model never sees it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PROBES: Mapping[str, tuple[Sequence[Message], Sequence[Mapping[str, Any]], str]
     _REASONING: ((TURNS[0], replace(TURNS[1], reasoning="Juliett")), (), "Juliett"),
     _BESIDE_CALLS: ((CALLS[0], replace(CALLS[1], reasoning="Juliett"), CALLS[2]), (TOOL,), "Juliett"),
 }
-"""By what a conversation may hold: messages, tools, and a word that a template which takes it writes."""
+"""The probe of each kind of content: messages, tools, and a word that a template which takes it writes."""
 
 
 def held_by(example: Example) -> set[str]:
-    """Return what a conversation holds that chat templates may leave out."""
+    """Return the kinds of content of a conversation that chat templates may drop."""
     if not isinstance(example, ChatExample | JudgedExample):
         return set()
     held = {_TOOLS} if example.tools else set()
@@ -49,9 +49,9 @@ def _messages(example: ChatExample | JudgedExample) -> Iterator[Message]:
 
 
 def why_left_out(template: ChatTemplate, held: Collection[str]) -> str | None:
-    """Say what a template leaves out of what the data holds; None: nothing.
+    """Return a warning about what a template drops from the data; None if nothing.
 
-    It is asked with a short conversation. What it refuses, it does not leave out in silence.
+    The template renders a short conversation. Content that it refuses is not dropped silently.
     """
     lost = [kind for kind in _PROBES if kind in held and _leaves_out(template, kind)]
     if not lost:

@@ -1,7 +1,7 @@
-"""Where in a text the model's own is, and that it is held against what the messages say.
+"""The spans of a text that are the model's own, checked against what the messages say.
 
-A turn of the assistant's is what was written for its message, less what a prompt gives of it (`headers`). Its
-words must be in there, and no other message's may be: else the conversation is refused, by name.
+An assistant's turn is the text written for its message, without the part that a prompt gives (`headers`). Its
+words must be in there, and no other message's may be; otherwise the conversation is refused by name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WAYS_OUT = (
 )
 _OTHER = "give one that writes it (data.chat_template)"
 _SAID = ("content", *REASONING, "tool_calls")
-"""Keys of what a message says."""
+"""The keys of what a message says."""
 
 _REASONING_TAGS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _AFTER_REASONING = re.compile(r"\s*(?:</[^<>\s]+>|<\|[^<>\s|]+\|>)?\s*")
 
 
 class ModelText:
-    """Finds what the model writes of the texts of a template."""
+    """Finds the model's own text in what a template has written."""
 
     def __init__(self, rendering: Rendering) -> None:
         self.rendering = rendering
@@ -42,16 +42,16 @@ class ModelText:
         messages: Sequence[Message],
         wanted: Sequence[int],
     ) -> dict[int, list[Span]]:
-        """Return what was written for messages, without what is given of them, and hold it against them.
+        """Return the spans that were written for messages, without what is given of them, and check them.
 
         Args:
-            conversation: As it was rendered.
-            rendered: What became of it.
-            messages: What the conversation was made of.
-            wanted: The numbers of some.
+            conversation: The conversation that was rendered.
+            rendered: The rendered text with its origins.
+            messages: The messages of which the conversation was made.
+            wanted: The numbers of the messages whose spans are returned.
 
         Raises:
-            RenderError: It is not known, a message's words are not in it, or another's are.
+            RenderError: A span is unknown, a message's words are not in it, or another message's are.
         """
         found = {}
         has_marks = self.rendering.has_generation
@@ -81,10 +81,10 @@ class ModelText:
         return self._headers.begin(conversation, rendered, number)
 
     def check_reasoning(self, conversation: Conversation, rendered: Rendered) -> None:
-        """Check that it is known where the reasoning is that the template has not left out.
+        """Check that the position of any reasoning that the template has kept is known.
 
         Raises:
-            RenderError: It is not.
+            RenderError: The position is unknown.
         """
         lost = {
             number
@@ -104,7 +104,7 @@ class ModelText:
 
 
 def reasoning_in(rendered: Rendered, number: int, part: Span) -> list[Span]:
-    """Find what an assistant thinks, with the tags around it, in what was written for its message."""
+    """Return the spans of an assistant's reasoning, with the tags around it, in the text of its message."""
     text, (start, end) = rendered.text, part
     cuts = [found.span() for found in _REASONING_TAGS.finditer(text, start, end)]
     for piece in rendered.repeated(number, *REASONING):
@@ -116,7 +116,7 @@ def reasoning_in(rendered: Rendered, number: int, part: Span) -> list[Span]:
 
 
 def less(parts: Iterable[Span], cuts: Iterable[Span]) -> list[Span]:
-    """Return what is left of spans."""
+    """Return the spans without the cuts."""
     left = list(parts)
     for start, end in cuts:
         pieces = [piece for a, b in left for piece in ((a, min(b, start)), (max(a, end), b))]
@@ -125,10 +125,10 @@ def less(parts: Iterable[Span], cuts: Iterable[Span]) -> list[Span]:
 
 
 def _ended(rendered: Rendered, spans: list[Span], eos: str) -> list[Span]:
-    """Return spans of a message without a space at the end, and with an end of text that ends the message.
+    """Return spans of a message without a trailing space, but with the end-of-text token that ends it.
 
-    The space is a part of the next message's first token (Llava). An end of text behind all messages ends the
-    last of them (Phi 3).
+    The space is a part of the next message's first token (Llava). An end-of-text token behind all messages
+    ends the last of them (Phi 3).
     """
     if not spans:
         return spans
@@ -140,19 +140,19 @@ def _ended(rendered: Rendered, spans: list[Span], eos: str) -> list[Span]:
 
 
 def _check_said(rendered: Rendered, message: Message, number: int) -> None:
-    """Check that what the assistant says in a message is in what was written for it.
+    """Check that the words of an assistant's message are in what was written for it.
 
     Reasoning may be left out, as Qwen 3 does with that of earlier turns.
 
     Raises:
-        RenderError: It is not.
+        RenderError: The words are missing.
     """
     pieces = rendered.written[number]
     paths = [piece.value.path for piece in pieces if piece.value and piece.value.message == number]
     rest = "".join(rendered.text[piece.start : piece.end] for piece in pieces if piece.value is None)
 
     def is_there(text: str, *path: str | int) -> bool:
-        found = any(other[: len(path)] == path for other in paths)  # else as words whose trace was lost
+        found = any(other[: len(path)] == path for other in paths)  # otherwise their trace was lost
         return found or not text or bool(re.search(rf"(?<!\w){re.escape(text)}(?!\w)", rest))
 
     if not is_there(message.content.strip(), "content"):
@@ -164,15 +164,15 @@ def _check_said(rendered: Rendered, message: Message, number: int) -> None:
 
 
 def _check_apart(rendered: Rendered, trained: Collection[int]) -> None:
-    """Check that what was written for messages is what they say, and nothing that another one says.
+    """Check that the text of each message holds its own words, and none of another message.
 
     Raises:
-        RenderError: Words of one of `trained` are elsewhere, or there are words of another one there.
+        RenderError: Words of one of `trained` are elsewhere, or words of another message are among them.
     """
     for piece in rendered.pieces:
         if piece.value is None or piece.value.path[0] not in _SAID or piece.message == piece.value.message:
             continue
-        is_call = piece.value.path[0] == "tool_calls"  # the tool's answer may name it
+        is_call = piece.value.path[0] == "tool_calls"  # a tool's answer may name it
         if piece.message in trained or (piece.value.message in trained and not is_call):
             raise RenderError(
                 "the chat template writes words of a message where they are not known to be its own; "

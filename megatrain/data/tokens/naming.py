@@ -1,8 +1,8 @@
-"""Templates changed so that what they write bears the name of the message that it is written for.
+"""A rewriter of chat templates, after which each written piece carries the message that it is written for.
 
-A loop over messages sets an owner, the message that it is at, and each piece that is written in it is given
-that owner, unless it has one from a loop further in, as what a captured block or a macro has written. Strings
-are put together by functions that keep their traces (`traced`).
+A loop over messages sets an owner, which is the current message, and each piece that is written in the loop
+is given that owner, unless it already has one from an inner loop, as text of a captured block or a macro has.
+Strings are concatenated by functions that keep their traces (`traced`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jinja2.visitor import NodeTransformer
 from megatrain.data.tokens.traced import Traced, joined, traced_json
 
 GENERATED = 1
-"""The owner of what `{% generation %}` writes for no message. Those of message n are 2 n + 2 and, inside of
-`{% generation %}`, 2 n + 3."""
+"""The owner of what `{% generation %}` writes outside of messages. The owners of message n are 2 n + 2 and,
+inside of `{% generation %}`, 2 n + 3."""
 
 
 class Owned(dict[str, Any]):
-    """A message as a template sees it, that knows the owner of what is written for it."""
+    """A message as a template sees it, which knows the owner of what is written for it."""
 
     owner = 0
 
 
-@pass_context  # without it, Jinja would put the plain text of a constant in the place of what this returns
+@pass_context  # without it, Jinja would replace a call on a constant by its plain text
 def _own(_: object, value: object, owner: int, is_generated: bool) -> Traced:
-    """Return what is written for a value, in the name of an owner where it is in nobody's yet."""
+    """Return a value's text, given an owner where it has none yet."""
     text = str(value)
     if not isinstance(text, Traced):
         return Traced(text, ((len(text), owner | is_generated, 0),))
@@ -38,27 +38,27 @@ def _own(_: object, value: object, owner: int, is_generated: bool) -> Traced:
 
 
 def _enter(value: object, outer: int, *others: object) -> int:
-    """Return the owner of what a loop writes: the message that it is at, or whoever is around it."""
+    """Return the owner of what a loop writes: its current message, or else the owner around it."""
     return next((found.owner for found in (value, *others) if isinstance(found, Owned)), outer)
 
 
 def _fetch(value: object, owner: int, outer: int) -> int:
     """Return the owner after a name has got a value.
 
-    Where a loop is over something else, such as places, that is the first message that it fetches.
+    If the loop is over something else, such as indices, the owner is the first message that the loop fetches.
     """
     return _enter(value, owner) if owner == outer else owner
 
 
 @pass_context
 def _concat(_: object, value: object, *others: object) -> str:
-    """Jinja's operator, with traces."""
+    """Concatenate as Jinja's operator does, with traces."""
     return joined([str(part) for part in (value, *others)])
 
 
 @pass_environment
 def _join(environment: Environment, values: Iterable[Any], d: str = "", attribute: Any = None) -> str:
-    """Jinja's filter, with traces."""
+    """Join as Jinja's filter does, with traces."""
     if attribute is not None:
         values = map(make_attrgetter(environment, attribute), values)
     return joined([str(value) for value in values], str(d))
@@ -71,11 +71,11 @@ def name_owners(environment: Environment, source: str) -> tuple[Template, bool]:
     """Return a template that names owners, and whether it has `{% generation %}`.
 
     Args:
-        environment: Of templates of transformers; it is not changed.
-        source: The template.
+        environment: The environment of transformers' templates, which is not changed.
+        source: The template's source.
 
     Raises:
-        jinja2.TemplateError: It is none.
+        jinja2.TemplateError: The source is no template.
     """
     tracing = _tracing(environment)
     tree = tracing.parse(source)
@@ -86,7 +86,7 @@ def name_owners(environment: Environment, source: str) -> tuple[Template, bool]:
 
 
 def _tracing(environment: Environment) -> Environment:
-    """Return an environment like transformers', whose templates put traced strings together."""
+    """Return an environment like transformers', whose templates concatenate traced strings."""
     found = environment.overlay()
     to_json = environment.filters["tojson"]
 
@@ -97,7 +97,7 @@ def _tracing(environment: Environment) -> Environment:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """The filter of transformers, with traces."""
+        """Write JSON as the filter of transformers does, with traces."""
         text = to_json(value, ensure_ascii, indent, separators, sort_keys)
         return traced_json(text, value, sort_keys=sort_keys, ensure_ascii=ensure_ascii)
 
@@ -108,12 +108,12 @@ def _tracing(environment: Environment) -> Environment:
 
 
 class _Naming(NodeTransformer):
-    """Lets all that loops over messages write be written in the name of a message."""
+    """Makes loops over messages write in the name of a message."""
 
     def __init__(self) -> None:
         self._num_loops = 0
         self._owners: list[nodes.Expr] = [nodes.Const(0)]
-        """Of the loops around a node, what holds the owner in each."""
+        """The expressions that hold the owner in each of the loops around a node."""
         self._is_generated = False
 
     def visit_For(self, node: nodes.For) -> nodes.For:
@@ -138,7 +138,7 @@ class _Naming(NodeTransformer):
         return [node, _assign(owner.name, fetched, node.lineno)]
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        """What a macro writes is given its owner where it is called."""
+        """Leave a macro without an owner, since its text is given one where it is called."""
         around, self._owners = self._owners, [nodes.Const(0)]
         self.generic_visit(node)
         self._owners = around
@@ -175,7 +175,7 @@ class _Naming(NodeTransformer):
 
 
 def _names(target: nodes.Node) -> list[nodes.Name]:
-    """Return the names that a loop gives values to."""
+    """Return the names that a loop assigns."""
     return [target] if isinstance(target, nodes.Name) else list(target.find_all(nodes.Name))
 
 

@@ -1,4 +1,4 @@
-"""Examples to tokens, by this process or by several, in the data's order."""
+"""Encoding of examples by this process or by several, in the data's order."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def encode_all(
     """Yield each example with its words or its judged answers, in order.
 
     Args:
-        examples: Of one kind, which the recipe's loss takes.
-        recipe: Of the encoder.
-        workers: Processes that encode; with 1, this one.
+        examples: The examples, of one kind that the recipe's objective accepts.
+        recipe: The recipe of the encoder.
+        workers: The number of processes that encode; with 1, this process does.
 
     Raises:
-        ConfigError: As `Encoder.encode`; a process has ended before its time.
-        DataError: As `Encoder.encode`.
+        ConfigError: `Encoder.encode` raises it, or a process has ended early.
+        DataError: `Encoder.encode` raises it.
     """
     chunks = _chunks(examples)
     if workers == 1:
@@ -50,7 +50,7 @@ def encode_all(
             for chunk in chunks:
                 with _no_script():
                     waiting.append((chunk, pool.submit(_encode, chunk)))
-                if len(waiting) > 2 * workers:  # and no more, or all the data would wait in memory
+                if len(waiting) > 2 * workers:  # a bound, since otherwise all data would wait in memory
                     done, result = waiting.popleft()
                     yield from zip(done, result.result(), strict=True)
             for done, result in waiting:
@@ -64,7 +64,7 @@ def encode_all(
 
 @contextmanager
 def _no_script() -> Iterator[None]:
-    """Let processes begin without the script that this one runs: one without a guard would run in each."""
+    """Start processes without this process's script, since an unguarded script would run in each."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -87,18 +87,18 @@ def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
 
 
 _encoder: Encoder | None = None
-"""Of a worker process."""
+"""The encoder of a worker process."""
 
 
 def _begin_worker(recipe: EncoderRecipe) -> None:
     global _encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each of the processes
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each process
     _encoder = recipe.make()
 
 
 def _end_with_parent() -> None:
-    """Wait until the process that has begun this one is gone, however it ended, and go too."""
+    """Wait until the parent process is gone, however it ended, and exit too."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

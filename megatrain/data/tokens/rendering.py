@@ -1,10 +1,10 @@
-"""Chat templates that say for which message they wrote each character, and what of that message it repeats.
+"""Rendering of chat templates with the origin of each character: its message, and the value that it repeats.
 
-A template is compiled twice. As it is, it gives the text, which is that of transformers: the sandbox, the
-filters and the functions of templates are its own. The second time it is changed so that what it writes
-bears the name of the message that it is written for (`naming`), and the messages hold traced strings, which
-carry that name and their own through captured blocks, macros and filters (`traced`). The two texts are
-compared each time, and must be equal.
+A template is compiled twice. Unchanged, it gives the text that transformers gives, with the sandbox, filters
+and functions of transformers. The second time it is rewritten so that each piece carries the message that it
+is written for (`naming`), and the messages hold traced strings, which carry that message and their own origin
+through captured blocks, macros and filters (`traced`). The two texts are compared each time, and must be
+equal.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Span = tuple[int, int]
 
 
 class RenderError(Exception):
-    """A template cannot render these messages, or what it wrote cannot be attributed."""
+    """A template cannot render these messages, or the origin of its text is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template renders, in plain values."""
+    """The input of a template, in plain values."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -39,7 +39,7 @@ class Conversation:
     """Other variables of the template, such as `enable_thinking`."""
 
     def before(self, number: int) -> Conversation:
-        """Return the conversation up to a message, without it."""
+        """Return the conversation before a message."""
         return replace(self, messages=self.messages[:number])
 
 
@@ -48,7 +48,7 @@ class Value(NamedTuple):
 
     message: int
     path: tuple[str | int, ...]
-    """Keys and places from the message to it: `("tool_calls", 0, "function", "name")`."""
+    """The keys and indices from the message to the string: `("tool_calls", 0, "function", "name")`."""
 
 
 class Piece(NamedTuple):
@@ -57,11 +57,11 @@ class Piece(NamedTuple):
     start: int
     end: int
     message: int | None
-    """For which message they were written; None: for none."""
+    """The message for which they were written, or None."""
     is_generated: bool
-    """They were written inside of `{% generation %}`."""
+    """Whether they were written inside of `{% generation %}`."""
     value: Value | None
-    """The string that they repeat; None: they are the template's own."""
+    """The string that they repeat; None if they are the template's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class Rendered:
 
     text: str
     pieces: Sequence[Piece]
-    """All of it, in order."""
+    """The pieces of the whole text, in order."""
     written: Mapping[int, Sequence[Piece]]
-    """By message, what was written for it."""
+    """The pieces that were written for each message."""
 
     def spans(self, message: int, *, generated_only: bool = False) -> list[Span]:
-        """Return what was written for a message, as spans that do not touch each other."""
+        """Return the text of a message as spans that do not touch each other."""
         spans: list[Span] = []
         for piece in self.written.get(message, ()):
             if piece.is_generated or not generated_only:
@@ -84,11 +84,11 @@ class Rendered:
         return spans
 
     def text_of(self, message: int) -> str:
-        """Return what was written for a message, in one piece."""
+        """Return the text of a message in one piece."""
         return "".join(self.text[piece.start : piece.end] for piece in self.written.get(message, ()))
 
     def repeated(self, message: int, *keys: str) -> list[Piece]:
-        """Return what was written for a message and repeats what it holds under one of these keys."""
+        """Return the pieces of a message that repeat what it holds under one of these keys."""
         return [
             piece
             for piece in self.written.get(message, ())
@@ -97,18 +97,18 @@ class Rendered:
 
 
 class Rendering:
-    """A chat template, compiled as it is and with names on what it writes."""
+    """A chat template, compiled unchanged and with names of owners."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any], day: date) -> None:
-        """Compile.
+        """Compile a template.
 
         Args:
-            source: The template.
-            special_tokens: `bos_token` and others that it may name.
-            day: Its midnight is the time that `strftime_now` writes.
+            source: The template's source.
+            special_tokens: The special tokens that it may name, such as `bos_token`.
+            day: The date whose midnight is the time that `strftime_now` writes.
 
         Raises:
-            ConfigError: It is not a template.
+            ConfigError: The source is no template.
         """
         try:
             self._plain = _compile_jinja_template(source)
@@ -123,8 +123,8 @@ class Rendering:
         """Render as transformers does.
 
         Args:
-            conversation: In plain values.
-            prompts: Let the template begin the assistant's next turn.
+            conversation: The conversation in plain values.
+            prompts: Whether the template begins the assistant's next turn.
 
         Raises:
             RenderError: The template refuses the messages.
@@ -132,7 +132,7 @@ class Rendering:
         return self._render(self._plain, conversation, prompts=prompts)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Render, and say which characters are whose.
+        """Render, and return the origin of each character.
 
         Raises:
             RenderError: The template refuses the messages, or writes another text where it is traced.
@@ -171,7 +171,7 @@ class Rendering:
 
 
 def _traced_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Owned], list[Value]]:
-    """Return messages whose strings are traced, and what each number of a value stands for, from 1 on."""
+    """Return messages whose strings are traced, and the values that the numbers from 1 on stand for."""
     found, values = [], [_NO_VALUE]
     for number, message in enumerate(messages):
         found.append(Owned({key: _traced(value, values, number, (key,)) for key, value in message.items()}))
@@ -180,7 +180,7 @@ def _traced_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Owned]
 
 
 _NO_VALUE = Value(-1, ())
-"""In the place of value 0, which is none."""
+"""The placeholder for value 0, which stands for no value."""
 
 
 def _traced(value: Any, values: list[Value], number: int, path: tuple[str | int, ...]) -> Any:
@@ -196,7 +196,7 @@ def _traced(value: Any, values: list[Value], number: int, path: tuple[str | int,
 
 
 def _pieces(runs: Runs, values: Sequence[Value]) -> list[Piece]:
-    """Return the pieces of a text; what follows each other and has one origin is one."""
+    """Return the pieces of a text; neighbours of one origin are merged."""
     pieces: list[Piece] = []
     start = end = 0
     last: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""A chat template and the parts of a conversation that a model is trained on, as spans of characters."""
+"""A chat template, and the parts of a conversation that a model is trained on, as spans of characters."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _PROBE = (("user", "Alpha"), ("assistant", "Bravo"), ("user", "Golf"), ("assista
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOn:
-    """Which part of a conversation is trained on."""
+    """The parts of a conversation that are trained on."""
 
     roles: tuple[str, ...] = ("assistant",)
     last_only: bool = False
-    """Of the assistant's turns the last alone."""
+    """Whether only the last of the assistant's turns is trained on."""
     everything: bool = False
-    """The prompts and the template's own words too."""
+    """Whether the prompts and the template's own words are trained on too."""
     reasoning: bool = True
-    """What the assistant thinks before it answers, with the tags around it."""
+    """Whether the assistant's reasoning, with the tags around it, is trained on."""
 
     @classmethod
     def of(cls, setting: str | Sequence[str], *, reasoning: bool) -> TrainOn:
@@ -43,8 +43,8 @@ class TrainOn:
         """Return the numbers of the messages that are trained on.
 
         Args:
-            messages: Of a conversation.
-            num_prompt: So many of the first are a prompt, and the others its completion: of these all is.
+            messages: The messages of a conversation.
+            num_prompt: The number of first messages that are a prompt; all others are trained on.
 
         Raises:
             RenderError: A weight is neither 0 nor 1.
@@ -69,15 +69,15 @@ class ChatTemplate:
     def __init__(
         self, sources: str | Mapping[str, str], special_tokens: Mapping[str, Any], day: date
     ) -> None:
-        """Compile.
+        """Compile a template.
 
         Args:
             sources: The template, or several by name, of which `default` and `tool_use` are used.
-            special_tokens: As the tokenizer names them.
-            day: That it is told if it asks for the time.
+            special_tokens: The special tokens, as the tokenizer names them.
+            day: The date for a template that asks for the time.
 
         Raises:
-            ConfigError: It is not a template.
+            ConfigError: The source is no template.
         """
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
         default = named.get("default") or next(iter(named.values()))
@@ -86,10 +86,10 @@ class ChatTemplate:
         self._with_tools = ModelText(Rendering(tools, special_tokens, day)) if tools else self._default
 
     def check(self) -> None:
-        """Check that it can be told what the model writes of plain turns.
+        """Check that the model's own text can be found in plain turns.
 
         Raises:
-            ConfigError: It cannot, or the template refuses them.
+            ConfigError: The text cannot be found, or the template refuses the turns.
         """
         try:
             self.probe()
@@ -100,7 +100,7 @@ class ChatTemplate:
         """Return four plain turns as text, and the spans of the assistant's that are trained on.
 
         Raises:
-            RenderError: As of `spans`.
+            RenderError: `spans` raises it.
         """
         return self.spans([Message(role=role, content=text) for role, text in _PROBE], (), TrainOn())
 
@@ -116,18 +116,18 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: In order.
-            tools: That the assistant may call.
-            train_on: Which part of it.
-            num_prompt: As of `TrainOn.wanted`.
+            messages: The messages in order.
+            tools: The tools that the assistant may call.
+            train_on: The parts that are trained on.
+            num_prompt: The number of first messages that are a prompt, as in `TrainOn.wanted`.
             options: Other variables of the template.
 
         Returns:
             The text, and the spans of it that are trained on, in order.
 
         Raises:
-            RenderError: The template refuses the messages, it cannot be told what it wrote for which of them,
-                or a weight is neither 0 nor 1.
+            RenderError: The template refuses the messages, the origin of its text is unknown, or a weight is
+                neither 0 nor 1.
         """
         model_text = self._with_tools if tools else self._default
         conversation = model_text.forms.conversation(messages, tools, options)
@@ -158,14 +158,14 @@ class ChatTemplate:
         """Render a prompt and an answer to it; return the text and where the answer begins.
 
         Args:
-            messages: Of both.
-            tools: As of `spans`.
-            num_prompt: So many of the first messages are the prompt. What comes behind them, but before the
-                assistant's first turn there, belongs to it too.
-            options: As of `spans`.
+            messages: The messages of both.
+            tools: The tools that the assistant may call.
+            num_prompt: The number of first messages that are the prompt. Messages behind them, but before the
+                assistant's first turn there, belong to the prompt too.
+            options: Other variables of the template.
 
         Raises:
-            RenderError: As of `spans`.
+            RenderError: `spans` raises it.
         """
         model_text = self._with_tools if tools else self._default
         conversation = model_text.forms.conversation(messages, tools, options)
@@ -185,7 +185,7 @@ def _is_trained(weight: float) -> bool:
 
 
 def _everything(rendered: Rendered, messages: Sequence[Message], train_on: TrainOn) -> list[Span]:
-    """Return all of a text, less the messages whose weight is 0."""
+    """Return the spans of all of a text, without the messages whose weight is 0."""
     cuts: list[Span] = []
     for number, message in enumerate(messages):
         whole = rendered.spans(number)
@@ -197,7 +197,7 @@ def _everything(rendered: Rendered, messages: Sequence[Message], train_on: Train
 
 
 def template_source(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> str | dict[str, str] | None:
-    """Return the template of a name or a file, or the tokenizer's own; None: it has none.
+    """Return the template of a name or a file, or the tokenizer's own; None if it has none.
 
     Raises:
         ConfigError: The file cannot be read.

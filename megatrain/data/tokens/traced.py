@@ -1,9 +1,9 @@
-"""Text that knows of each of its characters for which message it was written, and what of it it repeats.
+"""A string type that knows the origin of each character: its message, and the value that it repeats.
 
-A chat template is a program over strings. `Traced` is a string to it, equal to the plain one in every test,
-comparison and length, so that a template writes the same text with it. Its methods that cut, join and change
-letters do the same to the runs of characters of one origin that it keeps beside it. An operation that knows
-nothing of them gives plain text: a trace can be lost, and the text cannot become another.
+A chat template is a program over strings. To it, `Traced` is a string that equals the plain one in every
+test, comparison and length, so that a template writes the same text with it. Its methods that cut, join and
+change letters do the same to the runs of one origin that it keeps. An operation that does not know it gives
+plain text: a trace can be lost, but the text cannot change.
 
 Source: the idea is dynamic taint tracking, as in Perl's taint mode.
 """
@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, SupportsIndex
 
 Run = tuple[int, int, int]
-"""How many characters, for which message they were written, and which value they repeat; 0: none."""
+"""The number of characters, the message that they were written for, and the value that they repeat, or 0."""
 Runs = tuple[Run, ...]
 
 
@@ -65,51 +65,51 @@ class Traced(str):
     # -- parts -----------------------------------------------------------------------------------------------
 
     def strip(self, chars: str | None = None) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         left = len(self) - len(super().lstrip(chars))
         return self._part(left, max(left, len(super().rstrip(chars))))
 
     def lstrip(self, chars: str | None = None) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._part(len(self) - len(super().lstrip(chars)), len(self))
 
     def rstrip(self, chars: str | None = None) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._part(0, len(super().rstrip(chars)))
 
     def removeprefix(self, prefix: str) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._part(len(self) - len(super().removeprefix(prefix)), len(self))
 
     def removesuffix(self, suffix: str) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._part(0, len(super().removesuffix(suffix)))
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._parts(super().split(sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._parts(super().rsplit(sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[Any]:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         lines = self._parts(super().splitlines(True), "")
         return lines if keepends else [line[: len(str.splitlines(line)[0])] for line in lines]
 
     def partition(self, sep: str) -> tuple[Any, Any, Any]:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         head, between, tail = self._parts(super().partition(sep), "")
         return head, between, tail
 
     def rpartition(self, sep: str) -> tuple[Any, Any, Any]:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         head, between, tail = self._parts(super().rpartition(sep), "")
         return head, between, tail
 
     def _parts(self, parts: Iterable[str], between: str | None) -> list[Traced]:
-        """Trace parts that follow each other in this text, with `between` between them; None: white space."""
+        """Trace consecutive parts of this text, separated by `between`; None stands for white space."""
         found: list[Traced] = []
         place = 0
         for part in parts:
@@ -121,41 +121,41 @@ class Traced(str):
     # -- changes ---------------------------------------------------------------------------------------------
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return joined(self.split(old, count), new) if old else super().replace(old, new, count)
 
     def join(self, values: Iterable[str]) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return joined(list(values), self)
 
     def upper(self) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._changed(super().upper())
 
     def lower(self) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._changed(super().lower())
 
     def title(self) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._changed(super().title())
 
     def capitalize(self) -> str:
-        """As of `str`."""
+        """Do as `str` does, with traces."""
         return self._changed(super().capitalize())
 
     def _changed(self, text: str) -> str:
-        """Trace a text of other letters; one of another length is plain."""
+        """Trace a text with changed letters; a text of another length becomes plain."""
         return Traced(text, self.runs) if len(text) == len(self) else text
 
 
 def runs_of(text: str) -> Runs:
-    """Return the origins of a text; of a plain one nothing is known."""
+    """Return the origins of a text; those of a plain one are unknown."""
     return text.runs if isinstance(text, Traced) else ((len(text), 0, 0),)
 
 
 def traced_json(text: str, value: Any, *, sort_keys: bool, **options: Any) -> str:
-    """Trace JSON text of a value: the strings of both follow each other in one order."""
+    """Trace JSON text of a value, since the strings of both come in one order."""
 
     def strings(value: Any) -> Iterator[str]:
         if isinstance(value, str):
@@ -184,7 +184,7 @@ def traced_json(text: str, value: Any, *, sort_keys: bool, **options: Any) -> st
 
 
 def joined(parts: Sequence[str], between: str = "") -> str:
-    """Join texts, and their traces if one of them has any."""
+    """Join texts, and their traces if any of them has one."""
     if between:
         parts = [text for part in parts for text in (between, part)][1:]
     text = "".join(parts)

@@ -1,1 +1,1 @@
-"""The batches of a trainer's steps and loops, run together although it asks for one after the other."""
+"""Batches of a trainer's steps and loops, which run together although they are asked for one by one."""

@@ -1,7 +1,7 @@
-"""A trainer's passes without gradients, many batches together: each layer is fetched once for all of them.
+"""Passes of a trainer without gradients, many batches together, so that each layer is fetched once for all.
 
 The plain loops of an evaluation and of a reference take one batch after the other. Here their batches are
-read a group ahead, the group passes the model together, and the loop then finds what came of each.
+read a group ahead, the group passes the model together, and the loop then finds the result of each.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_RESULT_BYTES = 1 << 30
-"""Of the logits of a group, which wait on the host for their turn in the loop."""
+"""The size of the logits of a group, which wait on the host for their turn in the loop."""
 
 Find = Callable[[Sequence[Any]], Sequence[Any]]
-"""Returns what came of each batch of a group."""
+"""A function that returns the result of each batch of a group."""
 
 
 class Turns:
-    """Runs calls without gradients together, unless what they do does not allow it."""
+    """Runs calls without gradients together, unless their side effects forbid it."""
 
     def __init__(self, engine: Engine, *, are_taken: bool = True) -> None:
-        """Begin; `are_taken`: nothing is known to stand against it."""
+        """Make a runner; `are_taken` says whether calls may run together as far as is known."""
         self._engine = engine
         self.are_taken = are_taken
 
@@ -45,8 +45,8 @@ class Turns:
         one after the other, and so is everything after them.
 
         Args:
-            calls: Each passes the model; `traces` takes note at the end of each.
-            traces: Of the calls in the trainer.
+            calls: The calls, each of which passes the model; `traces` is noted at the end of each.
+            traces: The traces of the calls in the trainer.
         """
         if self.are_taken and len(calls) > 1:
             before = encode_rng()
@@ -80,13 +80,13 @@ class Ahead:
     """A loader whose batches are read a group ahead of the loop that asks for them."""
 
     def __init__(self, engine: Engine, loader: Any, find: Find, *, with_logits: bool = False) -> None:
-        """Read nothing yet.
+        """Make a loader; nothing is read yet.
 
         Args:
-            engine: Says how many batches fit together.
-            loader: Of the loop; everything else that is asked of it is its own.
-            find: Is given the batches of a group before the loop has the first of them.
-            with_logits: They wait on the host, so a group has no more than there should be of them.
+            engine: The engine, which says how many batches fit together.
+            loader: The loader of the loop, to which all other attributes are passed on.
+            find: The function that is given the batches of a group before the loop has the first of them.
+            with_logits: Whether logits wait on the host, which limits a group to as many as fit there.
         """
         self._engine, self._loader, self._find = engine, loader, find
         config = engine.model.config.get_text_config()
@@ -100,7 +100,7 @@ class Ahead:
         return getattr(self._loader, name)
 
     def take(self) -> Any:
-        """Return what came of the batch that the loop has now."""
+        """Return the result of the batch that the loop has now."""
         return self._found
 
     def __iter__(self) -> Iterator[Any]:
@@ -113,7 +113,7 @@ class Ahead:
                 if is_last is not None:
                     self._loader.end_of_dataloader = is_last
                 yield batch
-        next(batches, None)  # the loader takes note of its end
+        next(batches, None)  # the loader notes its end
 
     def _read(self) -> Iterator[tuple[Any, bool | None]]:
         for batch in self._loader:
@@ -125,7 +125,7 @@ class Ahead:
         def until_last() -> Iterator[tuple[Any, bool | None]]:
             for batch, is_last in batches:
                 yield batch, is_last
-                if is_last:  # whoever reads on before the loop has had it takes the loader's state away
+                if is_last:  # reading further before the loop has had it would reset the loader's state
                     return
 
         for group in self._engine.together.groups(until_last(), lambda each: num_tokens(each[0])):
@@ -133,9 +133,9 @@ class Ahead:
 
 
 def cut_nothing(loader: Any) -> None:
-    """Let `gather_for_metrics` of accelerate return what it is given, though the last batch is read already.
+    """Make accelerate's `gather_for_metrics` return its argument, although the last batch is read already.
 
-    It would cut what each batch of a group has to the rows of the last one, which has no more than these.
+    Otherwise it would cut each batch of a group to the number of rows of the last one, which may be smaller.
     """
     if hasattr(loader, "end_of_dataloader"):
         loader.end_of_dataloader = False
@@ -143,7 +143,7 @@ def cut_nothing(loader: Any) -> None:
 
 @contextmanager
 def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a method of an object be another one for a while."""
+    """Replace a method of an object for a while."""
     nothing = object()
     before = vars(owner).get(name, nothing)
     setattr(owner, name, value)
@@ -156,7 +156,7 @@ def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def num_tokens(batch: Any) -> int:
-    """Return how many tokens a batch of a trainer has, padding included; without any it passes alone."""
+    """Return the tokens of a trainer's batch, padding included; a batch without any passes alone."""
     values = batch.values() if isinstance(batch, Mapping) else ()
     sizes = [
         value.numel()

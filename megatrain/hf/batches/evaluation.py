@@ -1,4 +1,4 @@
-"""Predictions of an evaluation, by groups of batches; ranks share them out, and each of them gets all."""
+"""Predictions of an evaluation by groups of batches; ranks share them out, and each rank gets all."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class Predictions:
-    """Predicts batches together, each by the trainer's own step, to the host."""
+    """Predicts batches together with the trainer's own step, and moves the results to the host."""
 
     def __init__(self, trainer: Any, loss_only: bool, ignore_keys: Sequence[str] | None) -> None:
-        """Take the step that `trainer` has now; the others are arguments of `prediction_step`."""
+        """Store the present step of `trainer`; the other values are arguments of `prediction_step`."""
         self._trainer, self._step = trainer, trainer.prediction_step
         self.loss_only, self._ignore_keys = loss_only, ignore_keys
 
     def of(self, numbers: Sequence[int], batches: Sequence[Any], traces: Traces) -> list[Any]:
-        """Return what the step returns of each batch; `traces` takes note of them by these numbers."""
+        """Return the step's result for each batch; `traces` notes them by these numbers."""
 
         def call(place: int, inputs: Any) -> Any:
             found = self._step(self._trainer.model, inputs, self.loss_only, ignore_keys=self._ignore_keys)
@@ -50,16 +50,16 @@ class Predictions:
         return Ahead(trainer.engine, loader, find, with_logits=not self.loss_only)
 
     def shared(self, ranks: Ranks, batches: Iterable[Any]) -> Iterator[Any]:
-        """Predict every batch once, by one rank each; return what `prediction_step` of each returned.
+        """Predict every batch once, by one rank each; return the results of `prediction_step`.
 
-        The metrics that TRL keeps have what all calls have left there.
+        The metrics that TRL keeps then hold the values of all calls.
 
         Args:
-            ranks: That call this together.
-            batches: Of the whole evaluation; they are read once more by the trainer's loop.
+            ranks: The ranks that call this together.
+            batches: The batches of the whole evaluation, which the trainer's loop reads once more.
 
         Raises:
-            ConfigError: Ranks have read different batches.
+            ConfigError: The ranks have read different batches.
         """
         trainer = self._trainer
         trainer.model.eval()
@@ -77,7 +77,7 @@ class Predictions:
             cut_nothing(batches)
             for number, found in zip(numbers, self.of(numbers, own_batches, traces), strict=True):
                 mine.append((number, found, *traces.left[number]))
-        restore_rng(random)  # the loop reads the batches as if nobody had
+        restore_rng(random)  # the loop then reads the batches as if for the first time
         read.require_same(trainer.state.global_step, 0)
         tensors: dict[str, Tensor] = {}
         told = ranks.gather_values([_apart(one, tensors) for one in mine], "orders")
@@ -93,7 +93,7 @@ class Predictions:
 
 
 def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return nested values as plain JSON, of which the tensors are put beside it."""
+    """Return nested values as plain JSON, with their tensors put into `tensors`."""
     if isinstance(value, Tensor):
         tensors[str(len(tensors))] = value.contiguous().clone()
         return {"tensor": str(len(tensors) - 1)}
@@ -105,7 +105,7 @@ def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `_apart`; what was a list is a tuple."""
+    """Undo `_apart`; lists become tuples."""
     if isinstance(value, list):
         return tuple(_together(each, tensors) for each in value)
     if isinstance(value, dict) and "tensor" in value:

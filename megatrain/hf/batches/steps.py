@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step, run together although Trainer asks for one after the other."""
+"""The micro-batches of one optimizer step, which run together although Trainer asks for them one by one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
 
 Parts = Callable[[int], list[list[int]]]
-"""Says of so many micro-batches which each rank runs; see `Engine.parts`."""
+"""A function that returns the micro-batches of each rank, given their number; see `Engine.parts`."""
 
 Step = Callable[[Any], Tensor]
-"""A trainer's own training step on a batch, up to its backward: returns the loss to be logged."""
+"""A trainer's own training step on a batch, up to its backward; it returns the loss to be logged."""
 
 
 class StepGroup:
@@ -36,14 +36,14 @@ class StepGroup:
         ranks: Ranks | None = None,
         parts: Parts | None = None,
     ) -> None:
-        """Expect that these are asked for, in order.
+        """Expect that these batches are asked for, in order.
 
         Args:
-            batches: Of the whole step.
-            num_runs: Into which the step is cut. Where that does not come out even, at the end of an epoch,
-                the last batch is run again as often as is needed, and counts for nothing.
-            ranks: That each run their part of them; None: there is one.
-            parts: Says which part, as `Engine.parts`.
+            batches: The batches of the whole step.
+            num_runs: The number of runs into which the step is cut. If that does not come out even, at the
+                end of an epoch, the last batch is run again as often as needed, and counts for nothing.
+            ranks: The ranks, each of which runs its part of them; None for a single process.
+            parts: The function that returns the parts, like `Engine.parts`.
         """
         self._batches = list(batches)
         self._ranks = ranks
@@ -51,14 +51,14 @@ class StepGroup:
         self._losses: list[Tensor] = []
         self._next = 0
         self.inputs = [*self._batches, *self._batches[-1:] * fill]
-        """What the trainer's step is called with: the batches, and what passes before it have found."""
+        """The inputs of the trainer's step: the batches, and the results of passes before it."""
         self.own: Sequence[int] = range(len(self.inputs))
         if ranks is not None and parts is not None:
             self.own = parts(len(self.inputs))[ranks.rank]
-        """The numbers of those that this rank runs."""
+        """The numbers of the batches that this rank runs."""
 
     def expects(self, batch: Any) -> bool:
-        """Whether this is the batch that is to be asked for now."""
+        """Return whether this batch is the next one to be asked for."""
         return self._next < len(self._batches) and self._batches[self._next] is batch
 
     def take(self) -> Tensor:
@@ -68,7 +68,7 @@ class StepGroup:
 
     @property
     def has_run(self) -> bool:
-        """Whether the losses are there."""
+        """Return whether the losses are there."""
         return bool(self._losses)
 
     def run(
@@ -84,27 +84,27 @@ class StepGroup:
         traces: Traces,
         before: Sequence[PassBefore] = (),
     ) -> None:
-        """Run all batches forward and backward through the engine; of several ranks each runs its own.
+        """Run all batches forward and backward through the engine; with several ranks, each runs its own.
 
         Each call is the trainer's own training step. Where it would call `accelerator.backward`, the engine
         takes the loss: nothing passes the model between that and the end of the call, so no other call is let
         through there.
 
         Args:
-            engine: Of the model.
-            accelerator: Whose `backward` the trainer's step calls.
-            step: The trainer's.
-            seed: Of the run.
-            number: Of the optimizer step: with `seed`, it gives each batch a seed for its dropout, which is
-                the same in any lockstep and after a resume.
-            num_steps: Of the whole training.
-            only_loss: As in `Engine.run_losses`.
-            traces: Of the calls in the trainer.
-            before: As in `Engine.run_losses`, of this rank's batches; their calls put what they find into
-                `inputs`.
+            engine: The engine of the model.
+            accelerator: The accelerator whose `backward` the trainer's step calls.
+            step: The training step of the trainer.
+            seed: The seed of the run.
+            number: The number of the optimizer step; with `seed`, it gives each batch a seed of dropout,
+                which is the same in any lockstep and after a resume.
+            num_steps: The number of steps of the whole training.
+            only_loss: Whether only the loss is used, as in `Engine.run_losses`.
+            traces: The traces of the calls in the trainer.
+            before: The passes before the losses, as in `Engine.run_losses`, of this rank's batches; their
+                calls put their results into `inputs`.
 
         Raises:
-            ConfigError: Ranks have read different batches, or hooks on gradients would see one twice.
+            ConfigError: The ranks have read different batches, or hooks on gradients would see one twice.
         """
         hooked = engine.arrangement.binding.hooked
         if len(self.inputs) > len(self._batches) and hooked is not None:

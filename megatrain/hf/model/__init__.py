@@ -1,1 +1,1 @@
-"""The model of a trainer: in which precision and by which engine it is trained, and what is saved of it."""
+"""The model of a trainer: its precision, its engine, and its saved files."""

@@ -1,4 +1,4 @@
-"""The engine of a trainer's model: made for it, or there already; one trainer after another may take it."""
+"""The engine of a trainer's model: it is made for it, or exists already; trainers may take it over."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _of_trainers: WeakSet[Engine] = WeakSet()
-"""Engines that trainers have made."""
+"""The engines that trainers have made."""
 
 
 def engine_of(model: Any) -> Engine | None:
-    """Return what a model is attached to now; None: nothing."""
+    """Return the engine to which a model is attached now, or None."""
     engine: Engine | None = getattr(model, "_megatrain_engine", None)
     return engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What of a trainer decides how its model is loaded and attached, beside `MegatrainArguments`."""
+    """The settings of a trainer, beside `MegatrainArguments`, that decide how its model is attached."""
 
     args: TrainingArguments
     precision: str
@@ -44,7 +44,7 @@ class Settings:
     ranks: Ranks | None
 
     def of(self, config: PretrainedConfig) -> tuple[TrainingArguments, int | None, str, int, Ranks | None]:
-        """Return them for a model of this configuration, as `MegatrainArguments` takes them."""
+        """Return the settings for a model of this configuration, as `MegatrainArguments` takes them."""
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         return self.args, context, self.precision, self.num_passes_before, self.ranks
 
@@ -53,8 +53,8 @@ def load_path(path: str, asked: MegatrainArguments, settings: Settings) -> PreTr
     """Load a model straight into host memory.
 
     Raises:
-        ConfigError: `model_init_kwargs` ask for what is not loaded so.
-        ModelError: As `megatrain.load`.
+        ConfigError: `model_init_kwargs` ask for something that this loader does not do.
+        ModelError: `megatrain.load` raises it.
     """
     kwargs = dict(getattr(settings.args, "model_init_kwargs", None) or {})
     attention = kwargs.pop("attn_implementation", None)
@@ -69,11 +69,11 @@ def load_path(path: str, asked: MegatrainArguments, settings: Settings) -> PreTr
 
 
 def attached(model: Any, asked: MegatrainArguments, settings: Settings) -> Engine:
-    """Return the engine that a model is attached to; it is attached if it is not.
+    """Return the engine of a model, which is attached first if necessary.
 
     Raises:
-        ConfigError: It is attached in another way than the trainer is asked for.
-        MegatrainError: As `attach`.
+        ConfigError: The model is attached in another way than the trainer asks for.
+        MegatrainError: `attach` raises it.
     """
     engine, ranks = engine_of(model), settings.ranks
     if engine is None:
@@ -95,14 +95,14 @@ def attached(model: Any, asked: MegatrainArguments, settings: Settings) -> Engin
 def take_from_others(model: nn.Module, optimizer: Any) -> None:
     """Detach a model, or the part of one that is trained, from the engine of an earlier trainer.
 
-    What it has learnt stays, fp32 masters too; its optimizer's moments do not, as with the plain classes.
+    The trained weights stay, fp32 masters too; the optimizer's moments do not, as with the plain classes.
 
     Args:
-        model: As it is given to a trainer.
-        optimizer: Given with it.
+        model: The model as it is given to a trainer.
+        optimizer: The optimizer that is given with it.
 
     Raises:
-        ConfigError: The user has attached it, and its optimizer is another.
+        ConfigError: The user has attached the model, and its optimizer is another.
     """
     for earlier in list(_of_trainers):
         holds = engine_of(earlier.model) is earlier
@@ -121,7 +121,7 @@ def leave_optimizer(engine: Engine) -> bool:
     """Detach a trainer's model from an engine that has an optimizer, before another one trains it.
 
     Returns:
-        Whether it was detached; an engine that the user has made goes on, with its optimizer.
+        Whether it was detached; an engine that the user has made is kept, with its optimizer.
     """
     is_left = engine.optimizer is not None and engine in _of_trainers
     if is_left:

@@ -1,7 +1,7 @@
-"""In which precision the model of a trainer is trained: as `bf16` says, or as the model comes.
+"""The precision in which the model of a trainer is trained: that of `bf16`, or that of the model.
 
-The plain class without `bf16=True` trains weights in the dtype that they have, which of most checkpoints is
-bf16, and rounds every update to it. Here such weights have exact fp32 masters.
+Without `bf16=True`, the plain class trains weights in their own dtype, which is bf16 for most checkpoints,
+and rounds every update to it. Here such weights have exact fp32 masters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _AUTO = (None, "auto")
-"""Values of `dtype` that mean that of the checkpoint."""
+"""The values of `dtype` that mean that of the checkpoint."""
 
 
 def precision_of(args: TrainingArguments, model: Any) -> str:
-    """Return `bf16` or `fp32`, and say in one line what is meant where the plain class does otherwise.
+    """Return `bf16` or `fp32`, and log one line about the meaning where the plain class does otherwise.
 
     Args:
-        args: Of the trainer.
-        model: That it is given: a module, or a path or hub id.
+        args: The arguments of the trainer.
+        model: The model that the trainer is given: a module, or a path or hub id.
     """
     if args.bf16:
         _log.info(
@@ -53,7 +53,7 @@ def precision_of(args: TrainingArguments, model: Any) -> str:
 
 
 def _of_module(model: nn.Module) -> torch.dtype:
-    """Return the dtype of most of the weights: some may be kept in fp32, adapters among them."""
+    """Return the dtype of most of the weights, since some may be kept in fp32, adapters among them."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():

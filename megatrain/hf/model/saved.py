@@ -1,4 +1,4 @@
-"""What a trainer saves of an engine's state beside the plain checkpoint, and reads back in place."""
+"""The engine's state that a trainer saves beside the plain checkpoint, and reads back in place."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SHARDS = "megatrain.json"
-"""File of a checkpoint that says into how many runs its steps were cut."""
+"""The file of a checkpoint that says into how many runs its steps were cut."""
 
 
 _BESIDE = "model-untouched.safetensors"
-"""File of a saved model for what its class has no place for; the index names it."""
+"""The file of a saved model for weights that its class has no place for; the index names it."""
 
 
 def save_untouched(model: Any, directory: Path) -> None:
-    """Write what a model was loaded with and has no place for beside the weights that are saved already.
+    """Write the weights that a model was loaded with and has no place for, beside those that are saved.
 
     Args:
-        model: Of the trainer; one with adapters, of which these alone are saved, has nothing of it.
-        directory: Where its weights are.
+        model: The model of the trainer; one with adapters, which alone are saved, has no such weights.
+        directory: The directory of its weights.
 
     Raises:
-        OutputError: It cannot be written.
-        ModelError: The files that it was loaded from cannot be read.
+        OutputError: The file cannot be written.
+        ModelError: The files that the model was loaded from cannot be read.
     """
     untouched = vars(model).get(UNTOUCHED)
     if untouched is None:
@@ -73,13 +73,13 @@ class Checkpoints:
     """Writes and reads the state of one engine."""
 
     def __init__(self, engine: Engine, ranks: Ranks | None, num_runs: int) -> None:
-        """Keep the state of `engine`, which ranks share, with the runs of all their steps."""
+        """Keep the state of `engine`, which ranks share, with the number of runs of all their steps."""
         self._engine, self._ranks, self._num_runs = engine, ranks, num_runs
 
     def write(self, directory: Path) -> None:
-        """Write the state into a checkpoint; of several ranks the first one does."""
+        """Write the state into a checkpoint; with several ranks, the first one does."""
         if self._ranks is None or self._ranks.rank == 0:
-            remove_state(directory)  # of an earlier run in this directory, which Trainer writes over
+            remove_state(directory)  # left by an earlier run, whose directory Trainer overwrites
             write_state(self._engine, directory)
             (directory / _SHARDS).write_text(json.dumps({"shards": self._num_runs}))
         elif self._ranks.num_nodes > 1:
@@ -90,7 +90,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: There is no such directory, or no adapter in safetensors.
-            ModelError: As `load_weights`.
+            ModelError: `load_weights` raises it.
         """
         if not Path(checkpoint).is_dir():
             raise CheckpointError(
@@ -123,7 +123,7 @@ class Checkpoints:
             self._engine.weights_changed()
 
     def _warn_of_shards(self, checkpoint: Path) -> None:
-        """Say that a run goes on in other sums than it began with."""
+        """Warn that a resumed run adds up in other sums than before."""
         place = checkpoint / _SHARDS
         saved = json.loads(place.read_text())["shards"] if place.exists() else 1
         if saved != self._num_runs:
@@ -138,7 +138,7 @@ class Checkpoints:
 
     @contextmanager
     def _in_turn(self) -> Iterator[bool]:
-        """Yield whether this rank writes to the state of its node; the others go on when it has."""
+        """Yield whether this rank writes to the state of its node; the others continue when it has."""
         ranks = self._ranks
         if ranks is not None:
             ranks.meet("orders")
@@ -151,14 +151,14 @@ def read_weights(model: Any, directory: str, host: HostState, *, reads: bool) ->
     """Read the weights of a model, tensor by tensor, or those of the adapter that is trained.
 
     Args:
-        model: Of the trainer.
-        directory: A checkpoint.
-        host: Of the model; masters are what the weights are then.
-        reads: Another rank does not put them there; buffers are each rank's own.
+        model: The model of the trainer.
+        directory: The checkpoint's directory.
+        host: The host state of the model, whose masters are set to the weights.
+        reads: Whether this rank fills the shared state; buffers are each rank's own in any case.
 
     Raises:
         CheckpointError: There is no adapter in safetensors.
-        ModelError: As `load_weights`.
+        ModelError: `load_weights` raises it.
     """
     if not _is_adapter(model):
         load_weights(model, directory, host if reads else _Nowhere())
@@ -167,18 +167,18 @@ def read_weights(model: Any, directory: str, host: HostState, *, reads: bool) ->
 
 
 class _Nowhere:
-    """Takes parameters that another rank puts into the state of all."""
+    """Ignores parameters that another rank puts into the shared state."""
 
     def put(self, name: str, value: Tensor, region: Region = ()) -> None:
-        """Leave it."""
+        """Ignore the value."""
 
 
 def _read_adapter(model: Any, directory: str, host: HostState) -> None:
-    """Load the active adapter of a `PeftModel` in place; masters are what the weights are then.
+    """Load the active adapter of a `PeftModel` in place; its masters are set to the weights.
 
     Raises:
         CheckpointError: There is no adapter in safetensors.
-        ModelError: It has values that are not finite.
+        ModelError: The adapter has values that are not finite.
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 

@@ -1,1 +1,1 @@
-"""Callbacks of transformers' Trainer, called by a run: trackers such as TensorBoard, and a user's own."""
+"""Callbacks of transformers' Trainer that a run calls: trackers such as TensorBoard, and a user's own."""

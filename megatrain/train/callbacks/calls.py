@@ -1,7 +1,7 @@
 """Calls callbacks as transformers' Trainer does: the same events, with the same objects.
 
-What a callback wants (to stop, save, log or evaluate) is in `Callbacks.control` after each step. One that
-raises is called no more; the loop asks for `failure` between two steps, when the state is whole.
+After each step, `Callbacks.control` holds the wishes of the callbacks (to stop, save, log or evaluate). One
+that raises is not called again; the loop asks for `failure` between two steps, when the state is whole.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Callbacks:
         steps_per_epoch: int,
         objects: Mapping[str, Any],
     ) -> None:
-        """Make what callbacks are given; without any, nothing is made.
+        """Make the objects that callbacks are given; without callbacks, nothing is made.
 
         Args:
-            members: Called in this order.
-            config: Of the run.
-            num_steps: Of the whole run.
-            steps_per_epoch: Of one pass over the data.
-            objects: What else each call is given: model, processing_class, optimizer, lr_scheduler.
+            members: The callbacks, in the order of their calls.
+            config: The settings of the run.
+            num_steps: The number of steps of the whole run.
+            steps_per_epoch: The number of steps of one pass over the data.
+            objects: The further objects of each call: model, processing_class, optimizer, lr_scheduler.
 
         Raises:
             ConfigError: A package that transformers' arguments need is not installed.
@@ -71,7 +71,7 @@ class Callbacks:
             self.state.logging_steps = config.log.every
 
     def call(self, event: str, **values: Any) -> None:
-        """Call each callback's method of this name; a step that begins forgets what was wanted before."""
+        """Call each callback's method of this name; the beginning of a step clears earlier wishes."""
         if event == "on_step_begin" and self.control is not None:
             self.control.should_log = self.control.should_save = self.control.should_evaluate = False
         for member in list(self._members):
@@ -79,7 +79,7 @@ class Callbacks:
                 changed = getattr(member, event)(
                     self._arguments, self.state, self.control, **self._objects, **values
                 )
-            except Exception as error:  # a user's code, or a tracker whose server is gone
+            except Exception as error:  # a user's code or a tracker may raise anything
                 self._drop(member, event, error)
             else:
                 self.control = changed or self.control
@@ -89,33 +89,33 @@ class Callbacks:
         self.failure = self.failure or Failure(type(member).__name__, event, error)
 
     def at(self, step: int, *, tokens: int) -> None:
-        """Let the state say how far the run is."""
+        """Update the state that tells how far the run is."""
         if self.state is not None:
             self.state.global_step = step
             self.state.epoch = step / self._steps_per_epoch
             self.state.num_input_tokens_seen = tokens
 
     def log(self, numbers: Mapping[str, float]) -> None:
-        """Hand numbers of the step to those that log."""
+        """Pass numbers of the step to the callbacks that log."""
         if self.state is not None:
             logs = {**numbers, "epoch": self.state.epoch}
             self.state.log_history.append({**logs, "step": self.state.global_step})
             self.call("on_log", logs=logs)
 
     def best(self, loss: float | None, step: int | None, checkpoint: str | None) -> None:
-        """Let the state say which evaluation is the best."""
+        """Update the state that tells which evaluation is the best."""
         if self.state is not None:
             self.state.best_metric, self.state.best_global_step = loss, step
             self.state.best_model_checkpoint = checkpoint
 
     def wants(self, wish: str) -> bool:
-        """Say whether a callback has set this field of the control, such as `should_save`."""
+        """Return whether a callback has set this field of the control, such as `should_save`."""
         return self.control is not None and bool(getattr(self.control, wish))
 
     def saved_state(self) -> dict[str, Any]:
-        """Return what callbacks keep of themselves, as transformers does: those with a method `state`.
+        """Return the saved state of the callbacks that have a method `state`, as transformers does.
 
-        One whose state is no JSON has failed, and is left out: a checkpoint is written without it.
+        A callback whose state is no JSON has failed: a checkpoint is written without it.
         """
         saved = {}
         for key, member in self._keeping():
@@ -129,10 +129,10 @@ class Callbacks:
         return saved
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on as `saved_state` was; a callback that is new begins as it is.
+        """Restore what `saved_state` returned; a callback that is new keeps its initial state.
 
         Raises:
-            CallbackError: One does not take back what it has saved.
+            CallbackError: A callback does not accept its saved state.
         """
         for key, member in self._keeping():
             if key not in saved:
@@ -147,7 +147,7 @@ class Callbacks:
             self._members[self._members.index(member)] = restored
 
     def _keeping(self) -> list[tuple[str, Any]]:
-        """List those that keep a state, by class: a second one of a class has a number."""
+        """List the callbacks with a state by class; a second one of a class gets a number."""
         found: dict[str, Any] = {}
         for member in self._members:
             if hasattr(member, "state"):
@@ -193,7 +193,7 @@ def training_arguments(config: Config, num_steps: int) -> TrainingArguments:
         raise ConfigError(
             "callbacks and log.to need accelerate, which is not installed; pip install accelerate"
         ) from error
-    # Set behind its checks: those are of a Trainer that does not keep its best checkpoint by itself.
+    # They are set behind the checks, which assume that Trainer does not keep the best checkpoint.
     arguments.run_name = config.out
     arguments.eval_strategy = "steps"
     arguments.eval_steps = held_out.every if isinstance(held_out.every, int) else None

@@ -1,4 +1,4 @@
-"""The trackers of `log.to`, by the names that transformers has for them."""
+"""The trackers of `log.to`, by their names in transformers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def trackers(names: Sequence[str], out: Path) -> list[TrainerCallback]:
     """Make the callbacks of these names.
 
     Args:
-        names: Such as `tensorboard`.
-        out: The run directory: TensorBoard's files go to `tensorboard/` in it, unless its own variable
+        names: The names, such as `tensorboard`.
+        out: The run directory. TensorBoard's files go to `tensorboard/` in it, unless its own variable
             (`TENSORBOARD_LOGGING_DIR`) names another place.
 
     Raises:
-        ConfigError: A name that transformers does not know, or whose package is not installed.
+        ConfigError: Transformers does not know a name, or its package is not installed.
     """
     if not names:
         return []

@@ -1,4 +1,4 @@
-"""`megatrain train --dry-run`: the plan, two real steps, and the plan beside what they have shown."""
+"""`megatrain train --dry-run` plans a run, takes two real steps, and compares them with the plan."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def dry_run(
     """Plan a run, take two steps of it, and show both side by side; nothing is written.
 
     Args:
-        config: Of a run; its `out` is neither read nor written.
-        show: Is given lines.
-        measure: As in `machine_for`.
-        counts: As in `prepare`, like `prepared`.
-        prepared: As there.
-        progress: Is told what takes time, before it begins.
+        config: The settings of a run; its `out` is neither read nor written.
+        show: The function that is given the lines.
+        measure: The measurement of the machine, as in `machine_for`.
+        counts: The folder of model counts, as in `prepare`.
+        prepared: The folder of prepared data, as in `prepare`.
+        progress: The function that is told of each slow operation before it begins.
 
     Raises:
-        MegatrainError: As `prepare`.
+        MegatrainError: `prepare` raises it.
     """
-    with drives_apart(config) as apart:  # what a run has committed stays as it is
+    with drives_apart(config) as apart:  # the run's own commits stay as they are
         _try(apart, show, measure=measure, counts=counts, prepared=prepared, progress=progress)
 
 
@@ -56,7 +56,7 @@ def _try(config: Config, show: Callable[[str], object], **given: Any) -> None:
     run = prepare(config, None, None, **given)
     progress("taking two steps")
     try:
-        train_step(run)  # allocates, compiles, and touches memory for the first time
+        train_step(run)  # the first step allocates, compiles, and touches memory for the first time
         row = train_step(run)
         run.engine.settle()
         report = run.engine.last_step
@@ -71,7 +71,7 @@ def _try(config: Config, show: Callable[[str], object], **given: Any) -> None:
 
 
 def _compare(run: Run, planned: Planned, report: StepReport, seconds: float, grown: int) -> list[str]:
-    """Return a table of what was planned and what was seen."""
+    """Return a table of planned and measured values."""
     engine, plan, verdict = run.engine, planned.plan, planned.verdict
     lines = [
         f"{'verdict':<26}{verdict.sentence}",

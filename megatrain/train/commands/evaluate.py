@@ -1,4 +1,4 @@
-"""`megatrain eval`: the loss of a run's model on data, computed as the run's own evaluations are."""
+"""`megatrain eval` computes the loss of a run's model on data, as the run's own evaluations do."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def evaluate_run(
     prepared: Path | None = None,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> list[Evaluation]:
-    """Evaluate the model that a run leaves, so far, on each file by itself.
+    """Evaluate the newest model of a run on each file separately.
 
-    Rows, micro-batches and precision are those of the run, so the loss is that of its own evaluation of the
-    file (`data.eval_path`), to the last digit. Nothing of the run is written.
+    Rows, micro-batches and precision are those of the run, so the loss equals that of its own evaluation of
+    the file (`data.eval_path`) to the last digit. Nothing of the run is written.
 
     Args:
-        run: Its directory.
-        data: Files, directories or hub ids.
-        overrides: Of its settings, as `section.key=value`.
-        measure: As in `machine_for`.
-        counts: A folder in which counts of models are kept; None: nowhere.
-        prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
-        progress: Is told what takes time, before it begins.
+        run: The run directory.
+        data: The files, directories or hub ids.
+        overrides: The overrides of the run's settings, as `section.key=value`.
+        measure: The measurement of the machine, as in `machine_for`.
+        counts: The folder in which counts of models are kept; None keeps none.
+        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
+        progress: The function that is told of each slow operation before it begins.
 
     Raises:
         CheckpointError: There is no run, or it has no whole checkpoint.
-        ConfigError: Its loss compares answers with what the model said before the run.
-        MegatrainError: The data or the model cannot be read, or it does not fit.
+        ConfigError: The run's loss compares answers with the model before the run.
+        MegatrainError: The data or the model cannot be read, or the model does not fit.
     """
     checkpoint = newest_model(run)
     meta = verify(checkpoint, digests=False).meta
@@ -86,7 +86,7 @@ def evaluate_run(
 
 
 def _config(run: Path, meta: Mapping[str, Any], data: Sequence[str], overrides: Sequence[str]) -> Config:
-    """Return the settings of the run, with the data as the only ones that are evaluated on."""
+    """Return the settings of the run, with the data as its only evaluation sets."""
     saved = meta["config"]
     if OBJECTIVES[loss := saved["train"].get("loss", DEFAULT.name)].has_reference:
         raise ConfigError(
@@ -99,14 +99,14 @@ def _config(run: Path, meta: Mapping[str, Any], data: Sequence[str], overrides: 
         "eval.metric": None,
     }
     if saved["data"].get("chat_template") is not None:
-        given["data.chat_template"] = None  # the tokenizer of the checkpoint has it
+        given["data.chat_template"] = None  # the checkpoint's tokenizer has the template
     raw, source = combine_settings([str(run / "config.yaml"), *overrides], given)
     config = as_begun(build_config(raw, source=source), saved)
     return smallest_micro_batches(with_step(config, on_cpu=is_on_cpu(config), num_rows=None))
 
 
 def _names(data: Sequence[str]) -> list[str]:
-    """Return a name for each set: of its file, with a number where two have the same."""
+    """Return a name for each set: that of its file, numbered where two are equal."""
     names: list[str] = []
     for path in data:
         stem = Path(path).name.split(".")[0] or "eval"

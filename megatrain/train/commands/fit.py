@@ -1,4 +1,4 @@
-"""`megatrain.fit`: what `megatrain train` does, from Python, with callbacks of your own."""
+"""`megatrain.fit` does from Python what `megatrain train` does, with callbacks of your own."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def fit(
     *overrides: str,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
-    """Train as `megatrain train` does, or go on with a run that was stopped.
+    """Train as `megatrain train` does, or resume a run that was stopped.
 
     Args:
-        config: A YAML file, or its sections as nested mappings.
-        overrides: Such as `optim.lr=1e-5`; they win.
-        callbacks: Of transformers' Trainer; called as it calls them.
+        config: The path of a YAML file, or its sections as nested mappings.
+        overrides: The overrides, such as `optim.lr=1e-5`, which win.
+        callbacks: The callbacks, of transformers' Trainer, which are called as it calls them.
 
     Returns:
         The run directory, with the model in `hf/`.
 
     Raises:
-        MegatrainError: Its subclasses say what is wrong.
+        MegatrainError: The subclass says what is wrong.
         SystemExit: 75, after a signal or a callback has stopped the run, whose state is saved.
     """
     from megatrain.train.loop import train

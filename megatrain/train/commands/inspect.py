@@ -1,4 +1,4 @@
-"""Looks at the data of a run as the run would read it."""
+"""`inspect_data` reads the data of a run as the run would."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1) -> Mapping[str, Inspection]:
-    """Read what is trained on and the evaluation sets; return what is in them by name, `train` first.
+    """Inspect the training data and the evaluation sets; return the findings by name, `train` first.
 
     Args:
-        config: Complete and checked.
-        has_model: Whether it names a model. Without one, and without a tokenizer, characters are counted.
-        num_samples: Examples of `train` to show.
+        config: The complete and checked settings.
+        has_model: Whether the settings name a model. Without a model and a tokenizer, characters are counted.
+        num_samples: The number of examples of `train` to show.
 
     Raises:
         DataError: The data cannot be read.
@@ -46,7 +46,7 @@ def inspect_data(config: Config, *, has_model: bool = True, num_samples: int = 1
 def _tokens(
     config: Config, *, has_model: bool
 ) -> tuple[PreTrainedTokenizerBase | None, Encoder | None, int | None]:
-    """Return the tokenizer of a run, its encoder and the length of its rows; None: it names no tokenizer."""
+    """Return the tokenizer of a run, its encoder and its row length; None where it names no tokenizer."""
     named = config.data.tokenizer
     if not (has_model or named):
         return None, None, None

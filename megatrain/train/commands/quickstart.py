@@ -1,4 +1,4 @@
-"""`megatrain quickstart`: a whole run on real text that every machine has, checked against plain PyTorch.
+"""`megatrain quickstart` does a whole run on text that every machine has, and checks it against PyTorch.
 
 Nothing is staged: the model is trained by the same `train` that a user calls, streamed block by block, from
 the source text of Python's own standard library. Then the run is repeated with resident PyTorch and AdamW,
@@ -40,15 +40,15 @@ def quickstart(out: Path | None, say: Say = lambda _: None) -> Path:
     """Train a small Llama from scratch, and check the run.
 
     Args:
-        out: New or empty directory; None: `runs/quickstart-N`.
-        say: Called with each line of the report.
+        out: The directory, which must be new or empty; None means `runs/quickstart-N`.
+        say: The function that is called with each line of the report.
 
     Returns:
         The directory.
 
     Raises:
         OutputError: `out` is not empty, or cannot be written.
-        AssertionError: A check failed: streaming was not exact.
+        AssertionError: A check failed, so streaming was not exact.
     """
     import torch
 
@@ -111,7 +111,7 @@ def _new_directory(out: Path | None) -> Path:
 
 
 def _write_corpus(file: Path) -> tuple[int, int, int]:
-    """Write library sources, one per row, sorted by name; returns files, bytes, and undecodable files."""
+    """Write sorted library sources, one per row; return the counts of files, bytes and undecodable files."""
     num_files = num_bytes = num_skipped = 0
     with file.open("w", encoding="utf-8") as rows:
         for source in _library_sources():

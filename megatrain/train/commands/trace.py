@@ -1,9 +1,9 @@
-"""`megatrain trace`: run a few steps of a run, and write when each lane did what, for Perfetto or Chrome.
+"""`megatrain trace` runs a few steps and writes when each lane did what, for Perfetto or Chrome.
 
-One row per lane, one span per operation of the steps' programs, with its bytes. Between two visits of a block
-compute works on what is no decoder layer (embedding, head and loss): spans named `outer`. Waits are spans of
-their own, with their cause. Nothing is trained that anyone keeps: the run's directory is not touched. Of
-several ranks each is a process with rows of its own, and the first one writes them all.
+The trace has a row per lane and a span with its bytes per operation of the steps' programs. Between two
+visits of a block, compute works on everything but decoder layers (embedding, head and loss) in spans named
+`outer`. Waits are spans with their cause. The training result is dropped, and the run's directory is not
+touched. Each rank is a process with rows of its own, and the first one writes them all.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -44,24 +44,24 @@ def trace(
     progress: Callable[[str], object] = lambda doing: None,
     ranks: Ranks | None = None,
 ) -> list[StepReport]:
-    """Run one step to warm up and `steps` more, and write the trace of these.
+    """Run one step to warm up and `steps` more, and write the trace of the latter.
 
-    With deferred updates each step's host lane works for the step before; the trace goes on until the last
+    With deferred updates, each step's host lane works for the step before; the trace continues until the last
     step's updates are done.
 
     Args:
-        config: Of a run; its `out` is neither read nor written.
+        config: The settings of a run; its `out` is neither read nor written.
         out: The JSON file to write.
-        steps: How many to trace.
-        progress: Is told what takes time, before it begins.
-        ranks: That train together; None: there is one.
+        steps: The number of steps to trace.
+        progress: The function that is told of each slow operation before it begins.
+        ranks: The ranks that train together; None for a single process.
 
     Returns:
-        The report of each traced step, of this rank.
+        The report of each traced step, for this rank.
 
     Raises:
-        MegatrainError: As `prepare`; OutputError if `out` cannot be written.
-        ConfigError: Several ranks have state on drives: each would try it out in a place of its own.
+        MegatrainError: `prepare` raises it; it is OutputError if `out` cannot be written.
+        ConfigError: Several ranks have state on drives, where each would use a place of its own.
     """
     if ranks is not None and config.memory.drives:
         raise ConfigError("memory.tiers has drives, which trace tries out with one rank; start it as one")
@@ -81,7 +81,7 @@ def _trace(
     records: list[Record] = []
     reports, began_s = [], []
     try:
-        train_step(run)  # allocates, compiles, and touches memory for the first time
+        train_step(run)  # the first step allocates, compiles, and touches memory for the first time
         run.engine.settle()
         meter.take()
         meter.on_record = records.append
@@ -111,7 +111,7 @@ def _trace(
 def _of_all(ranks: Ranks | None, events: list[dict[str, Any]], zero_s: float) -> list[dict[str, Any]]:
     """Return the events of all ranks on one time axis, each rank as a process.
 
-    Processes of a machine have one clock. Those of other nodes are taken to leave a meeting at the same time.
+    Processes of a machine share a clock. Other nodes are taken to leave a rendezvous at the same time.
     """
     if ranks is None:
         return events
@@ -133,7 +133,7 @@ def _of_all(ranks: Ranks | None, events: list[dict[str, Any]], zero_s: float) ->
 
 
 def _zero_s(spans: Sequence[Span], waits: Sequence[Wait], began_s: Sequence[float]) -> float:
-    """Return when a trace begins."""
+    """Return the time at which a trace begins."""
     starts = [span.start_s for span in spans if span.label] + [wait.start_s for wait in waits]
     return min([*starts, *began_s], default=0.0)
 
@@ -149,7 +149,7 @@ def trace_events(
 ) -> list[dict[str, Any]]:
     """Return the events of a trace: spans and waits as complete events, the begin of each step as an instant.
 
-    What has no label is no operation: marks of order that take no time.
+    Spans without a label are ordering marks that take no time, and are left out.
     """
     named = sorted((span for span in spans if span.label), key=lambda span: span.start_s)
     zero_s = _zero_s(named, waits, began_s)
@@ -189,9 +189,9 @@ def trace_events(
 
 
 def _outside(wait: Wait, spans: Iterable[Span]) -> Iterator[tuple[float, float]]:
-    """Yield a wait whole if it lies inside a span, else what of it is outside of all: rows nest, or nothing.
+    """Yield a wait whole if it lies inside a span, otherwise its parts outside of all spans: rows must nest.
 
-    The times of some lanes are not those of the thread that waits for them: a device's, or a timetable's.
+    The times of some lanes (of a device or a timetable) differ from those of the thread that waits for them.
     """
     start_s, stop_s = wait.start_s, wait.start_s + wait.seconds
     for span in spans:

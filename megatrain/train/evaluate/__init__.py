@@ -1,1 +1,1 @@
-"""Evaluation during a run: losses on held-out data, the best checkpoint, early stops, texts continued."""
+"""Evaluation during a run: losses on held-out data, the best checkpoint, early stops, continued texts."""

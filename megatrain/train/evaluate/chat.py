@@ -1,4 +1,4 @@
-"""A conversation with a model, in the words of its chat template."""
+"""A conversation with a model in the words of its chat template."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _QUESTION, _ANSWER = "Alpha", "Bravo"
 
 
 class Chat:
-    """Asks a model, and remembers what was said.
+    """Asks a model, and remembers the conversation.
 
-    What the model is given are the tokens of the tokenizer's `apply_chat_template`, with the prompt for an
-    answer at the end. It stops at each token that ends a turn: those of its generation configuration, the
-    tokenizer's end of text, and the one that the template writes behind an answer.
+    The model is given the tokens of the tokenizer's `apply_chat_template`, with the prompt for an answer at
+    the end. It stops at each token that ends a turn: those of its generation configuration, the tokenizer's
+    end of text, and the one that the template writes behind an answer.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Chat:
         """Begin a conversation.
 
         Args:
-            model: In the mode that is wanted.
-            tokenizer: Its own.
-            template: Name or file of a chat template; None: the tokenizer's own.
-            system: What the model is told first; None: what the template says by itself.
-            max_new_tokens: Tokens of an answer at most.
-            temperature: 0 takes the likeliest token each time.
+            model: The model, in the mode that is wanted.
+            tokenizer: The tokenizer of the model.
+            template: The name or file of a chat template; None uses the tokenizer's own.
+            system: The system prompt; None leaves it to the template.
+            max_new_tokens: The largest number of tokens of an answer.
+            temperature: The temperature; 0 takes the likeliest token each time.
 
         Raises:
             ConfigError: There is no chat template, or it refuses plain turns.
@@ -64,19 +64,19 @@ class Chat:
         self._context = context_length(model.config)
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._system)
-        """What was said so far."""
+        """The conversation so far."""
         self.stop_ids = stop_ids(model, tokenizer)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self.messages = list(self._system)
 
     def ask(self, question: str, show: Callable[[str], object] | None = None) -> str:
         """Return the model's answer, which is remembered with the question.
 
         Args:
-            question: Of the user.
-            show: Is given the answer in pieces, as soon as there are words.
+            question: The user's question.
+            show: The function that is given the answer in pieces, as soon as there are words.
 
         Raises:
             ConfigError: The question is no text, the conversation is longer than the model's context, or the
@@ -112,7 +112,7 @@ class Chat:
         return answer
 
     def _streamer(self, show: Callable[[str], object]) -> Any:
-        """Return what hands new words on while the model writes."""
+        """Return the streamer that passes new words on while the model writes."""
         from transformers import TextStreamer
 
         stop_ids = self.stop_ids
@@ -136,7 +136,7 @@ class Chat:
                 messages,
                 add_generation_prompt=True,
                 return_dict=False,
-                tokenizer_kwargs={"verbose": False},  # a conversation that is too long is said by `ask`
+                tokenizer_kwargs={"verbose": False},  # `ask` reports a conversation that is too long
             )
         except TemplateError as error:
             raise ConfigError(f"the chat template refuses the conversation: {error}") from error
@@ -144,7 +144,7 @@ class Chat:
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens at which an answer ends, in order; the tokenizer has a chat template.
+    """Return the tokens at which an answer ends, in order; the tokenizer must have a chat template.
 
     Raises:
         ConfigError: The template refuses plain turns.
@@ -157,7 +157,7 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that the template writes behind the last answer; None: it writes text, or nothing."""
+    """Return the token that the template writes behind the last answer; None if it writes text or nothing."""
     from jinja2 import TemplateError
 
     turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
@@ -181,15 +181,15 @@ def converse(
     show: Callable[[str], object],
     say: Callable[[str], object],
 ) -> None:
-    """Ask what is read, until there is no more.
+    """Ask each question that is read, until there is none left.
 
     An answer that Ctrl-C ends is forgotten with its question.
 
     Args:
-        chat: With the model.
-        read: Returns what the user says next; None: it was the last.
-        show: Is given answers in pieces.
-        say: Is given what is no answer.
+        chat: The conversation with the model.
+        read: The function that returns the user's next question, or None after the last.
+        show: The function that is given answers in pieces.
+        say: The function that is given everything else.
     """
     while (line := read()) is not None:
         words = line.strip()

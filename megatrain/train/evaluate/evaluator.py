@@ -1,4 +1,4 @@
-"""When a run is evaluated, and what follows from it."""
+"""The evaluator decides when a run is evaluated, and what follows from the results."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one evaluation has shown of the model after a step."""
+    """The findings of one evaluation of the model after a step."""
 
     step: int
     evaluations: Sequence[Evaluation]
     texts: Sequence[tuple[str, str]]
-    """Each prompt, and the text that begins with it, or the answer to it (`eval.chat`)."""
+    """The pairs of a prompt and its continuation, or its answer (`eval.chat`)."""
     is_best: bool
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Return them by the names of transformers: `eval_loss`, or `eval_NAME_loss` of several sets."""
+        """Return the losses by transformers' names: `eval_loss`, or `eval_NAME_loss` for several sets."""
         found: dict[str, float] = {}
         for one in self.evaluations:
             name = "eval" if len(self.evaluations) == 1 else f"eval_{one.name}"
@@ -51,13 +51,13 @@ class Evaluator:
     def __init__(
         self, settings: EvalConfig, sets: Sequence[EvalSet], *, num_steps: int, steps_per_epoch: int
     ) -> None:
-        """Evaluate nothing yet.
+        """Make an evaluator; nothing is evaluated yet.
 
         Args:
-            settings: Of the run.
-            sets: Held-out data; none: only prompts are continued.
-            num_steps: Of the whole run.
-            steps_per_epoch: Of one pass over the data.
+            settings: The evaluation settings of the run.
+            sets: The held-out data; without any, only prompts are continued.
+            num_steps: The number of steps of the whole run.
+            steps_per_epoch: The number of steps of one pass over the data.
 
         Raises:
             ConfigError: `eval.metric` names no set.
@@ -74,7 +74,7 @@ class Evaluator:
 
     @property
     def notes(self) -> list[str]:
-        """What is asked for and cannot happen: a stop that would need more evaluations than the run has."""
+        """Return notes about an early stop that would need more evaluations than the run has."""
         patience, last_step = self._settings.patience, self._num_steps - 1
         if patience is None or self._deciding is None:
             return []
@@ -90,11 +90,11 @@ class Evaluator:
 
     @property
     def rows(self) -> list[Rows]:
-        """What the sets are made of."""
+        """Return the rows of all sets."""
         return [one.rows for one in self._sets if one.rows is not None]
 
     def is_due(self, step: int) -> bool:
-        """Say whether to evaluate after `step`."""
+        """Return whether to evaluate after `step`."""
         if not (self._sets or self._settings.prompts) or step == self.standing.evaluated_step:
             return False
         if step == 0:
@@ -112,8 +112,8 @@ class Evaluator:
     ) -> Outcome:
         """Evaluate after `step`; no bit of training changes.
 
-        The model before the first step is no candidate for the best one. Of several ranks the first one calls
-        this, and the others call `losses`.
+        The model before the first step is no candidate for the best one. With several ranks, the first one
+        calls this, and the others call `losses`.
         """
         settings, standing = self._settings, self.standing
         found = self.losses(engine, ranks)
@@ -134,7 +134,7 @@ class Evaluator:
         return outcome
 
     def _answer(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-        """Return a prompt with what continues it, or the answer to it; else why there is none.
+        """Return a prompt with its continuation or its answer, or the reason why there is none.
 
         A prompt for which the model has no room does not end a run.
         """
@@ -148,7 +148,7 @@ class Evaluator:
 
     @property
     def kept_steps(self) -> set[int]:
-        """Steps whose checkpoints are kept, however old."""
+        """The steps whose checkpoints are kept, however old."""
         best = self.standing.best_step
         return {best} if best is not None and self._settings.keep_best else set()
 
@@ -159,7 +159,7 @@ class Evaluator:
         return patience is not None and self.standing.worse_in_a_row >= patience
 
     def stop(self) -> str:
-        """Take note that the run ends here; returns why."""
+        """Record that the run ends here, and return the reason."""
         standing = self.standing
         standing.has_stopped = True
         if standing.best_loss is None:

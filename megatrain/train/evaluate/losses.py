@@ -1,4 +1,4 @@
-"""The loss of a model on held-out sets; nothing of training changes by it, not one bit."""
+"""The loss of a model on held-out sets, which changes nothing of training, not one bit."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ from megatrain.train.evaluate.tally import Tally, as_values
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSet:
-    """Held-out data under a name."""
+    """A named set of held-out data."""
 
     name: str
     batches: Callable[[], Iterable[Mapping[str, Any]]]
-    """Begins a new pass over the micro-batches: `input_ids`, `labels` and what else the model takes."""
+    """The function that begins a pass over micro-batches: `input_ids`, `labels` and other arguments."""
     measure: Measure | None = None
-    """Computes the loss of batches, where that is not the model's own."""
+    """The function that computes the loss of batches, where that is not the model's own."""
     rows: Rows | None = None
-    """What its batches are made of."""
+    """The rows of its batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What one set has shown."""
+    """The findings on one set."""
 
     name: str
     loss: float
-    """Mean over all that was counted, each of the same weight."""
+    """The mean over all counted items, each of the same weight."""
     count: int
-    """Tokens with a label; rows of judged answers."""
+    """The number of tokens with a label, or of rows of judged answers."""
     seconds: float
     unit: str = "tokens"
-    """What was counted: `tokens` or `rows`."""
+    """The unit of `count`: `tokens` or `rows`."""
     shown: Mapping[str, float] = field(default_factory=dict)
-    """What else was seen, by name."""
+    """The other means, by name."""
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Return what it has shown by name: `loss`, of tokens `perplexity`, and what was counted."""
+        """Return the findings by name: `loss`, `perplexity` for tokens, and the count."""
         found = {"loss": self.loss, **self.shown, self.unit: self.count}
         return found | ({"perplexity": self.perplexity} if self.unit == "tokens" else {})
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss; infinite where no number is as large."""
+        """The exponential of the loss, or infinity if no float is as large."""
         try:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
 
     def describe(self) -> str:
-        """Return it in a few words."""
+        """Return the findings in a few words."""
         others = [
             f"{name} {value:.4g}" for name, value in self.numbers.items() if name not in ("loss", self.unit)
         ]
@@ -76,7 +76,7 @@ class Evaluation:
 
 
 Measure = Callable[[Engine, Iterable[Mapping[str, Any]]], Iterator[Shown]]
-"""Yields of each batch what was seen of its rows, their `loss` among it."""
+"""A function that yields, for each batch, the values of its rows, with their `loss` among them."""
 
 
 def evaluate(
@@ -89,8 +89,8 @@ def evaluate(
     Args:
         engine: The engine of the model, between two steps.
         sets: The sets to evaluate on.
-        most_batches: The number of batches of each; None: all.
-        ranks: The ranks that call this together; None: this one is alone.
+        most_batches: The number of batches of each set; None means all.
+        ranks: The ranks that call this together; None for a single process.
 
     Raises:
         DataError: A set has no token with a label.
@@ -103,7 +103,7 @@ def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ran
     began_s = time.perf_counter()
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     numbers: list[int] = []
-    seen: list[Shown] = []  # read only in the end: nobody waits for the device before
+    seen: list[Shown] = []  # read only at the end, so that nobody waits for the device before
     counts: list[int] = []
 
     def own() -> Iterator[Mapping[str, Any]]:
@@ -136,7 +136,7 @@ def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ran
 
 @contextmanager
 def undisturbed(engine: Engine) -> Iterator[None]:
-    """Put the model into the mode without dropout, and everything back as it was: modes and random states."""
+    """Put the model into the mode without dropout, and afterwards restore modes and random states."""
     modes = {module: module.training for module in engine.model.modules()}
     states = encode_rng()
     engine.model.eval()

@@ -1,4 +1,4 @@
-"""Texts continued by a model: `megatrain sample`, and the prompts of a run."""
+"""Texts continued by a model, for `megatrain sample` and the prompts of a run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def continue_text(
     max_new_tokens: int,
     temperature: float = 0.0,
 ) -> str:
-    """Return `prompt` and what the model makes of it.
+    """Return `prompt` and its continuation by the model.
 
     Args:
-        model: In the mode that is wanted.
-        tokenizer: Its own.
-        prompt: Text to continue.
-        max_new_tokens: Tokens to add at most; the model's context ends it too.
-        temperature: 0 takes the likeliest token each time.
+        model: The model, in the mode that is wanted.
+        tokenizer: The tokenizer of the model.
+        prompt: The text to continue.
+        max_new_tokens: The largest number of tokens to add; the model's context is a limit too.
+        temperature: The temperature; 0 takes the likeliest token each time.
 
     Raises:
         ConfigError: The prompt has no token, or the model's context has no room for another one.
     """
     import torch
 
-    # verbose=False: a prompt that is too long is said below
+    # verbose=False: a prompt that is too long is reported below
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, verbose=False)
     count = inputs["input_ids"].numel()
     if count == 0:

@@ -1,4 +1,4 @@
-"""Where a run stands among its evaluations: the best so far, and how long ago that was."""
+"""The best evaluation of a run so far, and the number of evaluations since."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Standing:
     best_step: int | None = None
     best_loss: float | None = None
     best_set: str | None = None
-    """Name of the set whose loss that is."""
+    """The name of the set with that loss."""
     worse_in_a_row: int = 0
-    """Evaluations since the best one."""
+    """The number of evaluations since the best one."""
     has_stopped: bool = False
-    """The run has ended early."""
+    """Whether the run has ended early."""
 
     def take(self, step: int, loss: float, name: str, *, min_delta: float) -> bool:
-        """Take an evaluation's loss in; returns whether it is the best so far: infinity and nan never are."""
+        """Record an evaluation's loss; return whether it is the best so far (infinity and nan never are)."""
         is_better = isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta)
         if is_better:
             self.best_step, self.best_loss, self.best_set = step, loss, name
@@ -34,17 +34,17 @@ class Standing:
         return is_better
 
     def state(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the counts as plain values."""
         return asdict(self)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as `state` was; values of later versions are left alone."""
+        """Restore `state`; values of later versions are ignored."""
         for name in self.__slots__:
             if name in state:
                 setattr(self, name, state[name])
         self.has_stopped = False
 
     def forget_best(self) -> None:
-        """Begin anew: the best checkpoint is of another run."""
+        """Forget the best evaluation, whose checkpoint belongs to another run."""
         self.best_step = self.best_loss = self.best_set = None
         self.worse_in_a_row = 0

@@ -1,1 +1,1 @@
-"""What comes of a run: its model as files, on the hub, and as text."""
+"""Results of a run: its model as files, on the hub, and as text."""

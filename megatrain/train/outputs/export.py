@@ -1,7 +1,6 @@
-"""Copies the model of a checkpoint somewhere else, without building it.
+"""Export copies the model of a checkpoint somewhere else without building it.
 
-What must stay true: a directory that has been exported holds the bytes that the checkpoint's manifest names,
-and it is whole or absent.
+An exported directory always holds the bytes that the checkpoint's manifest names, and is whole or absent.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _log = logging.getLogger(__name__)
 
 _STATE = "state/"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", CONFIG_NAME)
-"""Files that are made anew where weights are not copied."""
+"""The files that are written anew where weights are not copied."""
 
 SHARD_BYTES = 5 * 10**9
-"""Size from which the weights of a model that is written anew are split."""
+"""The size from which the weights of a model that is written anew are split."""
 
 
 def newest_model(run: Path) -> Path:
-    """Return the checkpoint whose model a run leaves, were it to end now: the newest whole one, or the best.
+    """Return the checkpoint with the model that a run leaves if it ends now: the newest whole or the best.
 
     Raises:
         CheckpointError: There is no run, or it has no whole checkpoint.
@@ -66,11 +65,11 @@ def newest_model(run: Path) -> Path:
 
 
 def best_step(meta: Mapping[str, Any], *, loads_best: bool) -> int | None:
-    """Return the step whose model the run leaves in place of the last one; None: that of the last one.
+    """Return the step whose model the run leaves in place of the last one, or None for the last one.
 
     Args:
-        meta: Of a checkpoint.
-        loads_best: `eval.load_best`.
+        meta: The record of a checkpoint's manifest.
+        loads_best: The setting `eval.load_best`.
     """
     step = meta.get("evaluation", {}).get("best_step")
     return int(step) if loads_best and step is not None else None
@@ -80,7 +79,7 @@ def find_best(checkpoints: Path, step: int) -> Path:
     """Return the kept checkpoint of the best step.
 
     Raises:
-        CheckpointError: It is gone.
+        CheckpointError: The checkpoint is gone.
     """
     path = find_step(checkpoints, step)
     if path is not None:
@@ -95,14 +94,14 @@ def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: i
     """Write the model of a run, or its adapters, into a new or empty directory.
 
     Args:
-        run: Its directory, for the newest checkpoint (with `eval.load_best`, the best one), or a checkpoint.
-        out: For the model.
-        merges: Write the base with the adapters merged into it, in the types of the base.
-        max_shard_bytes: Size from which the weights are split into several files; None: 5 GB, or as they are.
+        run: The run directory, for its newest (with `eval.load_best`, best) checkpoint, or a checkpoint.
+        out: The directory for the model.
+        merges: Whether to write the base with the adapters merged into it, in the types of the base.
+        max_shard_bytes: The size from which the weights are split; None means 5 GB, or as they are.
 
     Raises:
         CheckpointError: There is no whole checkpoint.
-        ConfigError: A merge of a run without adapters, or shards of adapters.
+        ConfigError: The run to merge has no adapters, or adapters are to be split.
         OutputError: `out` is not empty or cannot be written; nothing is left half-written.
         ModelError: The base of the adapters cannot be read.
     """
@@ -148,7 +147,7 @@ def _write_shareable(source: Path, out: Path) -> None:
 
 
 def _checkpoint(path: Path) -> Path:
-    """Return a checkpoint that is whole; what is none is refused as a run without any."""
+    """Return a checkpoint that is whole; any other path is refused as a run without any."""
     if path.parent.name != "checkpoints":
         return newest_model(path)
     verify(path)
@@ -166,18 +165,18 @@ def export_model(
 ) -> None:
     """Copy the model files of a whole checkpoint beside `out`, to `partial`, and then into its place.
 
-    What is in either place goes; `out` is the old model, or none, until the new one is whole.
+    Old files in either place are removed; `out` is the old model, or none, until the new one is whole.
 
     Args:
         source: The checkpoint.
-        out: For the model.
-        partial: A place beside it.
-        card: The model card, its `README.md`.
-        write: Writes files of `source` in another form to a directory; None: all are copied.
-        anew: Patterns of the names of files that are not copied then.
+        out: The directory for the model.
+        partial: The temporary place beside `out`.
+        card: The text of the model card, its `README.md`.
+        write: The function that writes files of `source` to a directory in another form; None copies all.
+        anew: The patterns of the names of files that are then not copied.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: A file cannot be written.
         CheckpointError: The checkpoint is no longer whole.
     """
     manifest = verify(source, digests=False)
@@ -208,7 +207,7 @@ def export_model(
 
 
 def is_exported(manifest: Manifest, out: Path) -> bool:
-    """Say whether a directory has every model file of a checkpoint, byte for byte."""
+    """Return whether a directory has every model file of a checkpoint, byte for byte."""
     try:
         return all(
             [digest for _, digest in read_digests(out / entry.name, manifest.chunk_bytes)]

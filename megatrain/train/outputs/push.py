@@ -1,4 +1,4 @@
-"""Sends an exported model, with its card, to the Hugging Face hub."""
+"""Upload of an exported model, with its card, to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def push(directory: Path, repo: str) -> str:
-    """Upload a directory as a model; a repository that is not there is made, and is private.
+    """Upload a directory as a model; a missing repository is created, and is private.
 
     Args:
-        directory: As `export_run` has left it.
-        repo: As `org/name`.
+        directory: The directory, as `export_run` has left it.
+        repo: The name of the repository, as `org/name`.
 
     Returns:
         The address of the model.
@@ -35,7 +35,7 @@ def push(directory: Path, repo: str) -> str:
         hub = HfApi()
         made = hub.create_repo(repo, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=directory, commit_message="megatrain export")
-    except Exception as error:  # the hub client and its transport raise many classes
+    except Exception as error:  # the hub's client and its transport raise many classes
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise OutputError(f"the hub has not taken {repo}: {reason}; {later}") from error
     return str(made)

@@ -1,4 +1,4 @@
-"""The model of a run or of a directory: continues a text, and answers."""
+"""The model of a run or of a directory continues a text or answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def sample(
     path: str, prompt: str, *, max_new_tokens: int = 100, temperature: float = 0.0, chat: bool = False
 ) -> str:
-    """Return `prompt` and what the model makes of it; of a chat, the answer alone.
+    """Return `prompt` and its continuation by the model; in a chat, the answer alone.
 
     Args:
-        path: A run directory (its final model, or else its newest checkpoint), a model directory or a hub id.
-        prompt: Text to continue; not empty.
-        max_new_tokens: Tokens to add at most.
-        temperature: 0 takes the likeliest token each time.
-        chat: Ask it in the words of the tokenizer's chat template.
+        path: The run directory (its final model, or else its newest checkpoint), model directory or hub id.
+        prompt: The text to continue, which is not empty.
+        max_new_tokens: The largest number of tokens to add.
+        temperature: The temperature; 0 takes the likeliest token each time.
+        chat: Whether to ask in the words of the tokenizer's chat template.
 
     Raises:
         MegatrainError: The model or its tokenizer cannot be read, the prompt has no token, or there is no
@@ -40,10 +40,10 @@ def sample(
 
 
 def open_chat(path: str, **options: Any) -> Chat:
-    """Begin a conversation with the model of a run, a model directory or a hub id; options as of `Chat`.
+    """Begin a conversation with the model of a run, a directory or a hub id; the options are those of `Chat`.
 
     Raises:
-        MegatrainError: As `sample`.
+        MegatrainError: `sample` would raise it.
     """
     return Chat(*_open(path), **options)
 
@@ -58,7 +58,7 @@ def _open(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _model_of(run: Path) -> Path | None:
-    """Return where a run's model is; None if `run` is no run directory."""
+    """Return the place of a run's model, or None if `run` is no run directory."""
     if (run / "hf" / "config.json").is_file() or is_adapter(run / "hf"):
         return run / "hf"
     return newest_model(run) if (run / "checkpoints").is_dir() else None

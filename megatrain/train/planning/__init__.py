@@ -1,1 +1,1 @@
-"""The plan of a run: made, obeyed, compared with what was seen."""
+"""The plan of a run, which is made, obeyed, and compared with measurements."""

@@ -1,4 +1,4 @@
-"""Where the memory of a run goes: planned before anything is allocated, and allocated as planned."""
+"""The memory of a run is planned before anything is allocated, and allocated as planned."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def plan_memory(
     lately: Lately | None = None,
     **of_run: Any,
 ) -> Planned | None:
-    """Plan a run; None if the model cannot be counted: what `attach` then does is said there.
+    """Plan a run; return None if the model cannot be counted, in which case `attach` decides.
 
     Args:
-        config: Of the run.
-        model: That will be trained.
-        measure: As in `machine_for`.
-        ranks: That train together; the plan is of one rank's part.
-        lately: As in `machine_for`.
-        of_run: Further arguments of `plan_training`.
+        config: The settings of the run.
+        model: The model that will be trained.
+        measure: The measurement of the machine, as in `machine_for`.
+        ranks: The ranks that train together; the plan is of one rank's part.
+        lately: The recent measurements, as in `machine_for`.
+        of_run: The further arguments of `plan_training`.
 
     Raises:
-        ConfigError: Ranks cannot do what the settings ask for.
-        CapacityError: It does not fit; nothing was allocated.
-        WearError: It uses up its drives, and the settings do not accept that.
+        ConfigError: The ranks cannot do what the settings ask for.
+        CapacityError: The run does not fit; nothing was allocated.
+        WearError: The run uses up its drives, and the settings do not accept that.
     """
     spec = machine_for(config, measure, lately)
     try:
@@ -91,18 +91,18 @@ def plan_training(
     """Plan a run that is about to begin.
 
     Args:
-        config: In which the step is decided; the size of micro-batches may be open, and is not in the plan's.
-        model: That will be trained.
+        config: The settings, in which the step is decided; the plan's decide micro-batches too.
+        model: The model that will be trained.
         spec: The machine.
-        ranks: As in `plan_memory`.
-        num_steps: Of the whole run.
-        earlier: What a checkpoint or a commit says of the run, if it goes on.
-        lately: As in `machine_for`.
-        given: Settings as the user gave them; None: nothing is said of a small step.
+        ranks: The ranks, as in `plan_memory`.
+        num_steps: The number of steps of the whole run.
+        earlier: The record of the run in its checkpoint or commit, if it resumes.
+        lately: The recent measurements, as in `machine_for`.
+        given: The settings as the user gave them; None gives no hint about a small step.
 
     Raises:
-        ConfigError, CapacityError, WearError: As `plan_memory`.
-        ModelError: A model that cannot be counted.
+        ConfigError, CapacityError, WearError: `plan_memory` raises it.
+        ModelError: The model cannot be counted.
     """
     began_s = time.perf_counter()
     is_compilable = can_compile(compute_device(config.train.device))
@@ -148,15 +148,15 @@ _ALL_THE_SAME = "memory.accept_wear=true to train all the same"
 
 
 def check_allocated(engine: Engine, plan: Plan, on_mismatch: str) -> None:
-    """Compare what a step has allocated with what the plan says, byte for byte.
+    """Compare the allocations of a step with the plan, byte for byte.
 
     Args:
-        engine: After its first step: gradients are allocated with it.
-        plan: In force.
+        engine: The engine after its first step, which allocates gradients.
+        plan: The plan in force.
         on_mismatch: The setting `memory.on_mismatch`: `warn` or `stop`.
 
     Raises:
-        CapacityError: They differ, and the setting says so.
+        CapacityError: The bytes differ, and the setting is `stop`.
     """
     found = {**engine.host.plane_bytes, _ON_DEVICE: engine.lanes.device_bytes}
     planned = {**plan.host_planes, _ON_DEVICE: plan.device_pool_bytes}

@@ -1,7 +1,7 @@
-"""What is asked of the planner: settings with all that a run would decide, its data, and its machine.
+"""The questions to the planner: settings with all that a run would decide, its data, and its machine.
 
-What the user has not given, or given as `auto`, is decided as for the run itself, by the same functions. The
-data are tokenised, or found prepared, where there are some; no weight is read.
+A setting that the user has left out, or given as `auto`, is decided by the functions that the run itself
+uses. Data, where there are some, are tokenised or found prepared; no weight is read.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _NO_DATA = "not needed for a plan"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What is asked of the planner, before anything is planned."""
+    """A question to the planner, before anything is planned."""
 
     request: Request
-    """Of all ranks together."""
+    """The request for all ranks together."""
     given: Config
-    """Settings as they were given."""
+    """The settings as they were given."""
     config: Config
-    """In which nothing is open."""
+    """The settings, in which nothing is open."""
     model: str
     recount: Callable[..., Anatomy]
     count_s: float
     notes: tuple[str, ...]
     data: RunData | None = None
-    """None: the data were not looked at."""
+    """The data, or None if they were not looked at."""
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run; None: without its data nobody knows."""
+        """The number of steps of the whole run; None without its data."""
         return self.config.train.steps if self.data is None else self.data.num_steps
 
 
@@ -67,18 +67,18 @@ class OwnMachine:
     """This machine, as a run on it finds it."""
 
     measure: Measure | None = None
-    """As in `machine_for`."""
+    """The measurement of the machine, as in `machine_for`."""
     changed: Callable[[HardwareSpec], HardwareSpec] = lambda spec: spec
-    """Gives it other memory, or other GPUs."""
+    """The function that changes its memory or its GPUs."""
 
     def is_cpu(self, config: Config) -> bool:
-        """Whether a CPU computes."""
+        """Return whether a CPU computes."""
         from megatrain.train.inputs import is_on_cpu
 
         return is_on_cpu(config)
 
     def spec(self, config: Config, lately: Lately) -> HardwareSpec:
-        """Return what it has and how fast it is."""
+        """Return the sizes and speeds of the machine."""
         from megatrain.train.planning.run_machine import choose_threads, machine_for
 
         choose_threads()
@@ -86,7 +86,7 @@ class OwnMachine:
 
 
 class Reads(Enum):
-    """Which data a plan looks at."""
+    """The data that a plan looks at."""
 
     ALL = "those of the run, as the run does"
     HERE = "those that are on this machine, and can be tokenised"
@@ -104,24 +104,24 @@ def ask(
     goes_on: tuple[Path | None, Mapping[str, Any]] | None = None,
     progress: Progress = lambda doing: None,
 ) -> Asked:
-    """Read what is to be planned: settings and data; and count the model.
+    """Read the settings and the data to be planned, and count the model.
 
     Args:
-        raw: Settings as nested keys; the data may be missing.
-        machine: The batch is that of all of its GPUs.
-        source: Where the settings are from, named in every problem.
-        hf_config: A file like a model directory's config.json; None: that of `model.path`.
-        counts: A folder in which counts of models are kept; None: the model is counted anew.
-        prepared: A folder in which prepared data is kept; None: nowhere but in `data.cache`.
-        reads: Which data are looked at.
-        goes_on: The checkpoint that the run goes on from, if there is one, and what its manifest says, or
-            the newer commit on its drives; None: it begins.
-        progress: Is told what takes time, before it begins.
+        raw: The settings as nested keys; the data may be missing.
+        machine: The machine; the batch is that of all of its GPUs.
+        source: The origin of the settings, which is named in every problem.
+        hf_config: A file like a model directory's config.json; None takes that of `model.path`.
+        counts: The folder in which counts of models are kept; None counts the model anew.
+        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
+        reads: The data that are looked at.
+        goes_on: The checkpoint from which the run resumes, if any, and its manifest's record, or the newer
+            commit on its drives; None for a new run.
+        progress: The function that is told of each slow operation before it begins.
 
     Raises:
-        ConfigError: A setting that is wrong, or settings that exclude each other.
-        ModelError: A model that cannot be planned.
-        DataError: Data that cannot be read.
+        ConfigError: A setting is wrong, or settings exclude each other.
+        ModelError: The model cannot be planned.
+        DataError: The data cannot be read.
     """
     place = str(hf_config) if hf_config is not None else _model_path(raw)
     raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
@@ -180,7 +180,7 @@ def ask(
 
 
 def _why_no_data(config: Config, reads: Reads) -> str | None:
-    """Say why the data are not looked at: None: they are; empty: there are none."""
+    """Return why the data are not looked at: None if they are, and empty if there are none."""
     paths = [source.path for source in config.data.sources]
     if paths == [_NO_DATA]:
         return ""
@@ -195,7 +195,7 @@ def _why_no_data(config: Config, reads: Reads) -> str | None:
 
 
 def _has_tokenizer(config: Config) -> bool:
-    """Whether the model comes with a tokenizer; of a shape alone there is none."""
+    """Return whether the model comes with a tokenizer; a bare shape has none."""
     from megatrain.data.tokenizer import has_tokenizer
 
     return not Path(config.model.path).is_file() and has_tokenizer(config.model.path)
@@ -209,9 +209,9 @@ def _can_compile(config: Config) -> bool:
 
 
 def with_new_tokens(config: Config, model: PlannedModel) -> PretrainedConfig:
-    """Return the model's configuration with the words of its tokenizer, and the new ones.
+    """Return the model's configuration with the words of its tokenizer and the new ones.
 
-    Without a tokenizer, as of a shape alone, every word that the model has is taken for used.
+    Without a tokenizer, as with a bare shape, every word of the model counts as used.
     """
     from megatrain.data.tokenizer import new_tokens
     from megatrain.train.inputs import choose_tokenizer
@@ -226,16 +226,16 @@ def with_new_tokens(config: Config, model: PlannedModel) -> PretrainedConfig:
 def make_request(
     config: Config, anatomy: Anatomy, spec: HardwareSpec, *, can_compile: bool | None = None
 ) -> Request:
-    """Return what settings ask of the planner: what is given is fixed, all else is free.
+    """Return the planner's request for settings: given values are fixed, all others are free.
 
     Args:
-        config: Of the run.
-        anatomy: Of its model.
-        spec: Of the machine.
-        can_compile: Layers may be compiled there; None: if it has an accelerator.
+        config: The settings of the run.
+        anatomy: The anatomy of its model.
+        spec: The machine.
+        can_compile: Whether layers may be compiled there; None means that they may if it has an accelerator.
 
     Raises:
-        ConfigError: More resident layers than the model has.
+        ConfigError: There are more resident layers than the model has.
     """
     drives, rated = spec.drives, config.hardware.rated_bytes_written
     if drives is not None and rated is not None:
@@ -275,7 +275,7 @@ def _value(raw: Mapping[str, Any], section: str, name: str) -> Any:
 
 
 def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with values for the keys that they do not have."""
+    """Return settings with values for the keys that they lack."""
     missing = []
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -286,7 +286,7 @@ def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults_note(given: Config, config: Config) -> list[str]:
-    """Say what was left open of what decides the numbers, and is decided; not what follows from the rest."""
+    """Return a note on the open settings that decide the numbers, without those that follow from others."""
     train = given.train
     keys = ["train.precision", "data.seq_len"]
     if AUTO in (train.micro_batch_size, train.grad_accumulation):

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: counted once, and kept, so that planning it again loads no torch.
+"""The counts of a model that a plan needs, made once and kept, so that planning again loads no torch.
 
 A model is named by its configuration. Where that is a file on this machine whose counts are kept, neither
 torch nor transformers is imported; everything else is read and checked as for a run.
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str], object]
-"""Is told what takes time, in a few words, before it begins."""
+"""A function that is told in a few words of each slow operation before it begins."""
 
 
 class PlannedModel:
-    """The model of a plan: its configuration, and its counts."""
+    """The model of a plan, with its configuration and its counts."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class PlannedModel:
         """Name a model.
 
         Args:
-            place: A model directory, a file like its config.json, or a hub id.
-            folder: Where counts are kept; None: nowhere.
-            progress: Is told what takes time.
-            model_config: As it was read there, of a run; None: it is read when it is needed.
-            packing: How the rows of a run are packed; None: no data has been read, and `data.packing` says
-                it, whose `auto` is counted as joined text.
+            place: The place of the model: a directory, a file like its config.json, or a hub id.
+            folder: The folder in which counts are kept; None keeps none.
+            progress: The function that is told of slow operations.
+            model_config: The configuration as a run has read it; None has it read when it is needed.
+            packing: The packing of the rows of a run; None means that no data has been read, and
+                `data.packing` holds, whose `auto` is counted as joined text.
         """
         self._place, self._packing = place, packing
         if model_config is not None:
@@ -59,10 +59,10 @@ class PlannedModel:
 
     @cached_property
     def context(self) -> int | None:
-        """Return the most tokens of a row that the model takes; None: it names no limit.
+        """Return the most tokens of a row that the model takes; None if it names no limit.
 
         Raises:
-            ModelError: There is no readable configuration, or it is of a model that is not trained here.
+            ModelError: There is no readable configuration, or its model is not supported.
         """
         key, kept = self._load({"what": "context"})
         if kept is not None:
@@ -72,10 +72,10 @@ class PlannedModel:
         return context
 
     def count(self, config: Config, device_type: str, **changes: Any) -> Anatomy:
-        """Count the model for the batch and the precision of a run, or with one of these changed.
+        """Count the model for the batch and the precision of a run, with `changes` to them.
 
         Raises:
-            ModelError: It cannot be read, built or counted.
+            ModelError: The model cannot be read, built or counted.
         """
         shape = shape_of(config, device_type, packing=self._packing, **changes)
         key, kept = self._load(_plain(shape))
@@ -91,10 +91,10 @@ class PlannedModel:
         return anatomy
 
     def count_each(self, configs: Sequence[Config], device_type: str) -> list[Anatomy]:
-        """Count the model for settings that differ in the size of micro-batches, alike ones in one run.
+        """Count the model for settings that differ in the size of micro-batches, similar ones in one run.
 
         Raises:
-            ModelError: As `count`.
+            ModelError: `count` would raise it.
         """
         shapes = [shape_of(config, device_type, packing=self._packing) for config in configs]
         missing = [shape for shape in shapes if not self._is_known(shape)]
@@ -103,7 +103,7 @@ class PlannedModel:
         return [self.count(config, device_type) for config in configs]
 
     def described(self, config: Config, device_type: str) -> dict[str, Any]:
-        """Return the model, and what a count of it depends on, as plain values."""
+        """Return the model, and the inputs of its count, as plain values."""
         shape = _plain(shape_of(config, device_type, packing=self._packing))
         return {"model": self.config.to_dict() | {"_name_or_path": ""}, "shape": shape}
 
@@ -113,7 +113,7 @@ class PlannedModel:
         return _key_of_process(self.config, shape) in _COUNTED
 
     def _count_alike(self, shapes: Mapping[int, dict[str, Any]]) -> None:
-        """Count for shapes by their rows, in as few runs as can be, so that `count` knows them."""
+        """Count shapes, given by their rows, in as few runs as possible, so that `count` finds them."""
         model_config, (shape, *_) = self.config, shapes.values()
         self._progress(f"counting the model for rows of {shape['seq_len']:,} tokens in {shape['precision']}")
         from megatrain.model.profile.count import alike, count_sizes
@@ -133,7 +133,7 @@ class PlannedModel:
         """Return the configuration, read with transformers.
 
         Raises:
-            ModelError: There is no readable one, or it is of a model that is not trained here.
+            ModelError: There is no readable configuration, or its model is not supported.
         """
         self._progress("loading torch and transformers, to count the model; its counts are kept")
         from megatrain.model.weights.skeleton import read_config
@@ -152,14 +152,14 @@ class PlannedModel:
 
 
 def device_type(spec: HardwareSpec) -> str:
-    """Return whose kernels run: an emulated accelerator computes on the CPU."""
+    """Return the device type whose kernels run; an emulated accelerator computes on the CPU."""
     return "accelerator" if spec.has_accelerator else "cpu"
 
 
 def shape_of(
     config: Config, device_type: str, *, packing: str | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """Return what a count depends on beside the model: the arguments of `count_anatomy`."""
+    """Return the inputs of a count beside the model, as arguments of `count_anatomy`."""
     is_packed = (packing or config.data.packing) == "best_fit"
     return {
         "micro_batch_size": config.batch.micro_batch_size,
@@ -176,10 +176,10 @@ def shape_of(
 
 
 def count_once(model_config: PretrainedConfig, shape: dict[str, Any]) -> Anatomy:
-    """Count a model of the same configuration once per process, wherever it lies.
+    """Count a model of the same configuration once per process, wherever its files are.
 
     Raises:
-        ModelError: It cannot be built or counted.
+        ModelError: The model cannot be built or counted.
     """
     from megatrain.model.profile.count import count_anatomy
 
@@ -192,13 +192,13 @@ def _key_of_process(model_config: PretrainedConfig, shape: dict[str, Any]) -> tu
 
 
 def _plain(shape: dict[str, Any]) -> dict[str, Any]:
-    """Return a shape as plain values, which name a count that is kept."""
+    """Return a shape as plain values, which name a cached count."""
     adaptation = shape.get("adaptation")
     return shape if adaptation is None else {**shape, "adaptation": asdict(adaptation)}
 
 
 def _read(kept: Any) -> Anatomy:
-    """Return a count that was kept, and say again what was said when it was made."""
+    """Return a cached count, and repeat the warnings of its making."""
     anatomy = read_anatomy(kept)
     for warning in anatomy.warnings:
         _log.warning(warning)
@@ -206,7 +206,7 @@ def _read(kept: Any) -> Anatomy:
 
 
 def _remembered(key: tuple[object, ...], count: Callable[[], Anatomy]) -> Anatomy:
-    """Return what this process knows under a key: what is known of a model hangs on its one anatomy."""
+    """Return this process's count under a key, since other facts about a model hang on its one anatomy."""
     return _COUNTED[key] if key in _COUNTED else _remember(key, count())
 
 
@@ -222,7 +222,7 @@ _MOST_COUNTED = 64
 
 
 def _read_source(place: Path) -> bytes | None:
-    """Return the configuration byte for byte; None: it is not on this machine, or cannot be read."""
+    """Return the configuration byte for byte; None if it is not on this machine, or cannot be read."""
     try:
         return (place / "config.json" if place.is_dir() else place).read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""Elasticity: a run that finds its machine faster or slower than planned arranges itself anew between steps.
+"""Elasticity: a run whose machine is faster or slower than planned rearranges itself between steps.
 
-After a few steps the measured rates of links, updates and compute take the place of predicted ones. When they
-have changed, the plan is made again, and obeyed if it is enough faster. What may change are choices of the
-plan, none of which changes a bit of the result.
+After a few steps the measured rates of links, updates and compute replace the predicted ones. When they have
+changed, the plan is made again, and obeyed if it is enough faster. Only choices that change no bit of the
+result may change.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from megatrain.stream.report import StepReport
 _log = logging.getLogger(__name__)
 
 GAIN = 0.05
-"""Share of a step's time that a new plan must save."""
+"""The share of a step's time that a new plan must save."""
 
 CHANGE = 0.1
-"""Share by which a rate must differ from the one that was planned with before planning is worth its time."""
+"""The share by which a rate must differ from the planned one to make planning again worth its time."""
 
 WARM_UP_STEPS = 2
-"""Steps that allocate, compile and touch memory for the first time: their times say little."""
+"""The number of steps that allocate, compile and touch new memory, so that their times say little."""
 
 MOST_BUDGET = 8 * SEARCH_OPERATIONS
-"""Of a search between two steps: one that its budget ends has twice as much after the next."""
+"""The largest budget of a search between two steps; a search that uses it up gets twice as much next."""
 
 
 class Elastic:
     """Watches the steps of an engine, and reconfigures it."""
 
     def __init__(self, engine: Engine, request: Request, plan: Plan) -> None:
-        """Watch an engine that runs as `plan` says, which was made for `request`."""
+        """Watch an engine that runs by `plan`, which was made for `request`."""
         self._engine = engine
         self._request = replace(request, choice=replace(request.choice, **_lasting(plan.choice)))
-        if not (request.commits or plan.choice.uses_drives):  # none is open
+        if not (request.commits or plan.choice.uses_drives):  # otherwise nothing is open
             self._request = replace(self._request, spec=request.spec.with_drive_bytes(0))
         self._choice = plan.choice
         self._known = Measured()
-        """What the present plan was made with."""
+        """The rates with which the present plan was made."""
         self._steps_to_wait = WARM_UP_STEPS
         self._budget = SEARCH_OPERATIONS
         self._is_done = True
-        """The last search ended before its budget did."""
+        """Whether the last search ended within its budget."""
         self._reason = ""
         self.num_changes = 0
 
     def after_step(self, report: StepReport) -> str:
-        """Take a step's report in; return why the plan was changed, empty if it was not."""
+        """Take a step's report; return why the plan was changed, or an empty text if it was not."""
         if self._steps_to_wait > 0:
             self._steps_to_wait -= 1
             return ""
@@ -90,7 +90,7 @@ class Elastic:
         return "" if self._known != Measured() else "first measurement"
 
     def _measure(self, report: StepReport) -> Measured:
-        """Compare a step with what its plan says of it at the rates of the machine as it was described."""
+        """Compare a step with the plan's prediction at the rates of the described machine."""
         request = self._request
         step = request.step(self._choice)
         return Measured.of(
@@ -105,13 +105,13 @@ class Elastic:
 
 
 def _lasting(choice: Choice) -> dict[str, Any]:
-    """Return what cannot change while an engine lives."""
+    """Return the choices that cannot change while an engine lives."""
     placed: dict[str, Any] = {}
-    if choice.tiers:  # what is on drives depends on it
+    if choice.tiers:  # the state on drives depends on it
         placed["updates"] = choice.updates
-    if choice.uses_drives:  # from there no block goes to the device for good
+    if choice.uses_drives:  # no block moves from drives to the device for good
         placed |= {"resident_layers": 0, "outer_resident": False}
-    if choice.boundaries == "nvme":  # the last resort, and the buffers before drives are counted for it
+    if choice.boundaries == "nvme":  # this is a last resort, and its buffers are counted
         placed["boundaries"] = choice.boundaries
     return {
         **placed,
@@ -124,7 +124,7 @@ def _lasting(choice: Choice) -> dict[str, Any]:
 
 
 def describe_change(old: Choice, new: Choice) -> str:
-    """Name what differs between two choices."""
+    """Return the names of the differences between two choices."""
     changes = []
     for name in Choice.__dataclass_fields__:
         before, after = getattr(old, name), getattr(new, name)

@@ -1,4 +1,4 @@
-"""Several GPUs and nodes: how many a machine has, and what each rank of a run asks of the planner."""
+"""Several GPUs and nodes: their number in a machine, and the planner's request for each rank of a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatrain.plan.search.request import Request
 
 
 def with_gpus(spec: HardwareSpec, gpus: int | None, nodes: int | None) -> HardwareSpec:
-    """Return so many nodes like a machine, with so many GPUs each.
+    """Return `nodes` nodes like a machine, with `gpus` GPUs each.
 
     Args:
         spec: The machine.
-        gpus: Of each node; None: as many as the machine has.
-        nodes: None: as the machine says.
+        gpus: The number of GPUs of each node; None takes all of the machine.
+        nodes: The number of nodes; None takes that of the machine.
 
     Raises:
-        ConfigError: There are not so many, nothing joins the nodes, or all GPUs are no power of two.
+        ConfigError: There are too few GPUs, no network, or the number of all GPUs is no power of two.
     """
     gpus, nodes = gpus or spec.num_gpus, nodes or spec.num_nodes
     if spec.is_cpu and gpus * nodes > 1:
@@ -45,20 +45,20 @@ def with_gpus(spec: HardwareSpec, gpus: int | None, nodes: int | None) -> Hardwa
 
 
 def of_ranks(request: Request, num_ranks: int, num_nodes: int = 1, *, gathers: bool | None = None) -> Request:
-    """Return what each of several ranks is asked for, of which a request is for all.
+    """Return the request for each of several ranks, from the request for all of them.
 
     Args:
-        request: With the batch of all ranks' step.
-        num_ranks: That train together.
-        num_nodes: On which they are.
-        gathers: Those of a node gather weights; None: where its devices reach each other.
+        request: The request, with the batch of all ranks' step.
+        num_ranks: The number of ranks that train together.
+        num_nodes: The number of nodes on which they are.
+        gathers: Whether ranks of a node gather weights; None means where its devices reach each other.
 
     Raises:
-        ConfigError: They cannot do what is decided, or the batch cannot be shared out.
+        ConfigError: The ranks cannot do what is decided, or the batch cannot be shared out.
     """
     if num_ranks == 1:
         return request
-    from megatrain.stream.arrange import part_of  # loads torch
+    from megatrain.stream.arrange import part_of  # this loads torch
 
     spec, batch = request.spec, request.batch
     if not spec.is_cpu:  # ranks of a CPU are measured with the cores that each has

@@ -1,4 +1,4 @@
-"""What was measured of this machine within an hour: a plan and a run that follow each other say the same."""
+"""Measurements of this machine within an hour, so that a plan and the run after it use the same numbers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatrain.model.profile.kept import KeptCounts, key_of
 _FOR_S = 3600.0
 
 _NEARLY = 0.9
-"""Part of the memory that is free now that must have been free lately for that to be taken."""
+"""The part of the memory free now that must have been free in the earlier measurement for it to be reused."""
 
 
 class Lately:
-    """Numbers that were measured lately, kept with the counts of models."""
+    """Recent measurements, kept with the counts of models."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Keep numbers in a folder; None: nowhere, and measure anew."""
+        """Keep numbers in a folder; None keeps none, and measures anew."""
         self._kept = None if folder is None else KeptCounts(folder)
 
     def number(self, measure: Callable[[], float | None], **what: Any) -> float | None:
-        """Return a number that was measured under the same name, or measure it now.
+        """Return a recent number that was measured under the same name, or measure it now.
 
         Args:
-            measure: Returns it; None: there is none.
-            what: Its name: all that it depends on beside this machine, as plain values.
+            measure: The function that returns the number, or None if there is none.
+            what: The name of the number: all that it depends on beside this machine, as plain values.
         """
         if self._kept is None:
             return measure()
@@ -40,9 +40,9 @@ class Lately:
         return None if number is None else float(number)
 
     def free_bytes(self, now: int) -> int:
-        """Return the host memory that was free lately, if it still is and is not much less than what is now.
+        """Return the host memory measured earlier, if it is still free and is not much less than now.
 
-        Programs take memory and give it back all the time, and the size of micro-batches may turn on that.
+        Programs take and return memory all the time, and the size of micro-batches may turn on that.
         """
         if self._kept is None:
             return now

@@ -1,4 +1,4 @@
-"""Decides in micro-batches of which size a run's rows pass, where its settings leave that open."""
+"""The choice of the size of a run's micro-batches, where its settings leave that open."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatrain.train.planning.counting import PlannedModel
 def with_fastest_size(
     config: Config, model: PlannedModel, device_type: str, ask: Callable[[Config, Anatomy], Request]
 ) -> Config:
-    """Return settings in which nothing is open: the planner has chosen the size of micro-batches.
+    """Return settings in which nothing is open, since the planner has chosen the size of micro-batches.
 
     Args:
-        config: In which the step is decided, and `parallel.shards`.
-        model: That will be trained.
-        device_type: As in `PlannedModel.count`.
-        ask: Makes the request for settings in which nothing is open, and the count of the model for them.
+        config: The settings, in which the step and `parallel.shards` are decided.
+        model: The model that will be trained.
+        device_type: The type of the device, as in `PlannedModel.count`.
+        ask: The function that makes the request for decided settings and their count of the model.
 
     Raises:
         ConfigError: The step cannot be shared out.
-        ModelError: A model that cannot be counted.
+        ModelError: The model cannot be counted.
     """
     if config.is_decided:
         return config

@@ -1,4 +1,4 @@
-"""A plan as plain values: what `megatrain plan --json` prints, and what a run keeps of its plan."""
+"""A plan as plain values, as `megatrain plan --json` prints it and a run keeps it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
 
     Args:
         planned: The plan.
-        money: Of its token budget.
-        lines: Of `explain`; may be none.
+        money: The cost of its token budget.
+        lines: The lines of `explain`; there may be none.
     """
     plan, request = planned.plan, planned.request
     spec, anatomy = request.spec, request.anatomy
@@ -73,7 +73,7 @@ def plan_json(planned: Planned, money: Economics, lines: list[str]) -> dict[str,
 def policy(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the choice as settings that a CONFIG takes.
 
-    What is not the same for all layers is `auto` there: it makes the same choice again.
+    A choice that differs between layers is `auto` there, which makes the same choice again.
     """
     choice = plan.choice
     values: dict[str, dict[str, Any]] = {}
@@ -81,7 +81,7 @@ def policy(plan: Plan) -> dict[str, dict[str, Any]]:
         if key not in config_keys():
             continue
         value = getattr(choice, field)
-        if isinstance(value, tuple):  # on drives only where the settings name some
+        if isinstance(value, tuple):  # a tuple names drives only where the settings do
             value = value[0] if len(set(value)) == 1 and "nvme" not in value else "auto"
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value

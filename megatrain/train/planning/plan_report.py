@@ -1,4 +1,4 @@
-"""A plan in words and as JSON: what fits where, how long a step takes and why, what a token budget costs."""
+"""The report of a plan in words and as JSON: memory, the time of a step, the cost of a token budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatrain.train.records.metrics import format_count, format_duration
 
 _WIDTH = 110
 _TINY = 1e-3
-"""Of what a tier needs: pools that are smaller are not listed one by one."""
+"""The share of a tier's need below which pools are not listed one by one."""
 _TIERS = {"device": "device", "ram": "host", "nvme": "drives"}
 _MEMORIES = {"device": "device memory", "ram": "host memory", "nvme": "room on drives"}
 
@@ -41,10 +41,10 @@ def report(
 
     Args:
         planned: The plan.
-        price_per_hour_usd: Of the whole machine; None: see `economics`.
-        as_json: One JSON object instead of text.
-        explains: Add why the choice was made, and what would be faster.
-        progress: Is told what takes time, before it begins.
+        price_per_hour_usd: The price of the whole machine per hour; None: see `economics`.
+        as_json: Whether to return one JSON object instead of text.
+        explains: Whether to explain the choice, and what would be faster.
+        progress: The function that is told of each slow operation before it begins.
     """
     request = planned.request
     money = economics(
@@ -66,7 +66,7 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
     """Return a plan as a page of text; the arguments are those of `plan_json`."""
     plan = planned.plan
     rows = [*_head(planned), "", *_tiers(planned)]
-    if plan.fits:  # the least that does not fit is not what would run
+    if plan.fits:  # a plan that does not fit would not run
         rows += [*_step(planned), *_total(money)]
         if planned.verdict.wear is None:
             rows += _ways("spare", planned.spares)
@@ -83,10 +83,10 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
 
 
 def explain(planned: Planned) -> list[str]:
-    """Say why this choice: bounds, what was fixed, how many were timed, what the next memory would give."""
+    """Explain the choice: bounds, fixed settings, the number of timed choices, the gain of more memory."""
     plan, request = planned.plan, planned.request
     lines = [_bounds(plan)] if plan.fits else []
-    # clipping leaves no choice of when updates run, whether a user has set that or not
+    # clipping fixes when updates run, whether a user has set that or not
     given = request.choice.given.keys() - ({"updates"} if request.clips else set())
     fixed = [key for name, key in KEYS.items() if name in given]
     lines.append(
@@ -152,7 +152,7 @@ def _tiers(planned: Planned) -> Iterator[str]:
 
 
 def _pools(pools: list[Pool], need: int) -> str:
-    """List what a tier holds, the largest first, in the unit of `binary(need)`; what is tiny together."""
+    """List the pools of a tier, the largest first, in the unit of `binary(need)`; tiny ones are summed up."""
     unit = next((unit for unit in (1 << 30, 1 << 20, 1 << 10) if need >= unit), 1)
     largest = sorted(pools, key=lambda pool: -pool.nbytes)
     shown = [pool for pool in largest if pool.nbytes >= _TINY * need]
@@ -195,7 +195,7 @@ def _total(money: Economics) -> Iterator[str]:
 
 
 def _ways(name: str, texts: Sequence[str]) -> Iterator[str]:
-    """List what would help, one a row: each is enough."""
+    """List the remedies, one per row; each is enough."""
     for number, text in enumerate(texts):
         yield from _row("or" if number else name, text)
 
@@ -223,13 +223,13 @@ def _verdict(planned: Planned) -> Iterator[str]:
 
 
 def _settings(planned: Planned) -> str:
-    """Say the choice as overrides of `train`."""
+    """Return the choice as overrides of `train`."""
     plan = planned.plan
     words = [
         f"{section}.{name}={str(value).lower() if isinstance(value, bool) else value}"
         for section, values in policy(plan).items()
         for name, value in values.items()
-        if value != "auto"  # not the same for all layers: left out, it is chosen again
+        if value != "auto"  # a choice that differs between layers is made again
     ]
     counts = Counter(plan.choice.activations)
     if len(counts) > 1:
@@ -239,7 +239,7 @@ def _settings(planned: Planned) -> str:
         planes = ", ".join(sorted(plane for plane, tier in plan.choice.tiers if tier == "nvme"))
         words.append(f"(on drives: {planes}, of all but {plan.choice.blocks_in_ram} blocks)")
     if plan.choice.uses_drives and not planned.request.names_drives:
-        # with commits it would be another plan: each writes all of the state
+        # with commits it would be another plan, since each writes all of the state
         words += ["memory.tiers='{nvme: [DIRECTORY, ...]}'", "memory.commit_every=null"]
     return " ".join(words)
 
@@ -255,7 +255,7 @@ def _bounds(plan: Plan) -> str:
 
 
 def _needs(request: Request) -> Iterator[str]:
-    """Say the least host memory with which the model fits, without and with drives: as the remedies do."""
+    """Yield the least host memory with which the model fits, without and with drives, as the remedies do."""
     for drives, where in ((None, "Without drives"), (request.spec.drives, "With state on the drives")):
         if drives is None and where.startswith("With state"):
             continue
@@ -267,7 +267,7 @@ def _needs(request: Request) -> Iterator[str]:
 def _variants(request: Request, *, fits: bool) -> Iterator[tuple[str, Request]]:
     spec = request.spec
     ram = 2 * spec.host_bytes
-    if fits:  # else the least memory that is enough has been said
+    if fits:  # otherwise the least memory that is enough has been said
         yield (
             f"With twice the host memory ({binary(ram)})",
             replace(request, spec=spec.with_ram(ram), host_limit=None),
@@ -303,7 +303,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Return three digits, never as a power of ten."""
+    """Return a number with three digits, never as a power of ten."""
     if value >= 999.5:
         return f"{value:,.0f}"
     digits = 2 if value <= 0 else max(0, 2 - math.floor(math.log10(value)))
@@ -312,7 +312,7 @@ def _number(value: float) -> str:
 
 
 def _tera(nbytes: float) -> str:
-    """Return bytes in TB or GB of 10^9, and in binary units; what is less in binary units only."""
+    """Return bytes in TB or GB of 10^9 with binary units beside them; small sizes have binary units only."""
     if nbytes >= 1e12:
         return f"{_number(nbytes / 1e12)} TB ({_number(nbytes / (1 << 40))} TiB)"
     if nbytes >= 1e9:

@@ -1,6 +1,6 @@
-"""From settings and a machine to a plan: what `megatrain plan` asks, before a byte is allocated.
+"""`plan_run` leads from settings and a machine to a plan, before a byte is allocated.
 
-What is asked, settings and data with all that is decided, is in `asking`.
+The question to the planner, which is settings and data with all that is decided, is in `asking`.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _TOKENS = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan, what it was asked for, and what should be said with it."""
+    """A plan, the request that it answers, and the notes that go with it."""
 
     plan: Plan
     request: Request
     config: Config
     model: str
-    """As it was given."""
+    """The model as it was given."""
     count_s: float
-    """Seconds that counting the model took, and timing its layers on a CPU, beside `plan.plan_s`."""
+    """The seconds of counting the model, and of timing its layers on a CPU, beside `plan.plan_s`."""
     tokens: int = 0
-    """That the run still trains on, by which its days and the wear of drives are counted."""
+    """The number of tokens still to train on, from which the days and the wear of drives follow."""
     verdict: Verdict
     data: str = ""
-    """What is trained on, in a few words; empty: the data were not looked at."""
+    """The training data in a few words; empty if they were not looked at."""
     remedies: tuple[Remedy, ...] = ()
-    """What would make it fit, if it does not."""
+    """The remedies that would make it fit, if it does not."""
     spares: tuple[str, ...] = ()
-    """What would spare the drives, if it wears them out soon, each with the days that it gives."""
+    """The changes that would spare drives that wear out soon, each with the days that it gives."""
     hint: str = ""
-    """What the step costs that the user has made small; empty: it does not."""
+    """The cost of a step that the user has made small; empty if there is none."""
     notes: tuple[str, ...] = ()
 
     def evaluation_s(self, num_micro_batches: int) -> float:
@@ -73,15 +73,15 @@ def plan_run(
     progress: Progress = lambda doing: None,
     **given: Any,
 ) -> Planned:
-    """Plan a run, of which every GPU of the machine is a rank; other arguments and errors are those of `ask`.
+    """Plan a run in which every GPU of the machine is a rank; other arguments and errors are those of `ask`.
 
     Args:
-        raw: As in `ask`.
-        machine: As in `ask`.
-        tokens: To train on; None: those that the run has left, or 1e9 if it has no steps.
-        goes_on: As in `ask`.
-        progress: As in `ask`.
-        given: Other arguments of `ask`.
+        raw: The settings, as in `ask`.
+        machine: The machine, as in `ask`.
+        tokens: The number of tokens to train on; None takes those left, or 1e9 if there are no steps.
+        goes_on: The point from which the run resumes, as in `ask`.
+        progress: The function that is told of slow operations, as in `ask`.
+        given: The other arguments of `ask`.
     """
     asked = ask(raw, machine, goes_on=goes_on, progress=progress, **given)
     gathers, spec = asked.config.parallel.gathers, asked.request.spec
@@ -127,24 +127,24 @@ def plan_run(
 
 
 def open_sizes(request: Request, recount: Callable[..., Anatomy], given: Config | None) -> Iterator[Request]:
-    """Yield the step of a request in smaller micro-batches, if their size is the planner's to choose.
+    """Yield the step of a request in smaller micro-batches, if the planner chooses their size.
 
     Args:
-        request: Of the step.
-        recount: Counts its model anew.
-        given: Settings of a run that begins, as the user gave them; None: its sizes are decided.
+        request: The request for the step.
+        recount: The function that counts its model anew.
+        given: The settings of a new run as the user gave them; None means that its sizes are decided.
     """
     if given is not None and given.train.micro_batch_size == AUTO:
         yield from in_smaller_micro_batches(request, recount)
 
 
 def step_hint(request: Request, plan: Plan, given: Config) -> str:
-    """Say what a step costs that the settings make small, and which setting makes it faster; else nothing.
+    """Return a note on the cost of a small step and the setting that makes it faster; empty if none.
 
     Args:
-        request: For which the plan was made.
+        request: The request for which the plan was made.
         plan: The plan.
-        given: Settings as the user gave them.
+        given: The settings as the user gave them.
     """
     if not (plan.fits and larger_step_settings(given, 1)):
         return ""
@@ -156,7 +156,7 @@ def done_before(meta: Mapping[str, Any] | None) -> tuple[int, int]:
     """Return the steps that a run has taken, and the bytes that it has written to its drives.
 
     Args:
-        meta: What a checkpoint or a commit says of it; None: it begins.
+        meta: The record of a checkpoint or a commit; None for a new run.
     """
     return (0, 0) if meta is None else (int(meta["step"]), int(meta.get("drive_written_bytes") or 0))
 
@@ -178,7 +178,7 @@ def _notes(request: Request) -> list[str]:
 
 
 def rates_note(spec: HardwareSpec, precision: str) -> list[str]:
-    """Say what is behind the rates of a machine, if it is less than a measurement."""
+    """Return notes on the origin of a machine's rates where they are not measured."""
     source = spec.sources.get("matmul_flops_per_s", "")
     if source.startswith("measured"):
         return []
@@ -195,7 +195,7 @@ def rates_note(spec: HardwareSpec, precision: str) -> list[str]:
 
 
 def _deterministic_note(request: Request) -> str:
-    """Say what results that are the same in every run cost in attention."""
+    """Return a note on the cost of deterministic attention."""
     anatomy, spec = request.anatomy, request.spec
     if anatomy.precision != "bf16" or not is_priced(spec, request.heads):
         return (

@@ -1,4 +1,4 @@
-"""The machine that a run is planned for, as it is measured, used and watched over."""
+"""The machine that a run is planned for: its measurement, its use and its supervision."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MOST_LAYER_S = 1.0
-"""A layer that takes longer is not run for a plan."""
+"""The seconds above which a layer is not run for a plan."""
 _MOST_MEMORY = 0.25
-"""Of what is left, that such a run may take."""
+"""The share of the remaining memory that such a run may take."""
 
 
 def ready_to_plan(
@@ -44,15 +44,15 @@ def ready_to_plan(
     counts: Path | None,
     progress: Callable[[str], object],
 ) -> PlannedModel:
-    """Return the model of a run to be planned for this process, whose threads, kernels and speed are settled.
+    """Return the planned model of a run, after settling this process's threads, kernels and speed.
 
     Args:
-        config: Of the run.
-        source: Where the model is.
-        model_config: As it was read there.
-        packing: How its rows are packed.
-        counts: A folder in which counts of models are kept; None: nowhere.
-        progress: Is told what takes time.
+        config: The settings of the run.
+        source: The place of the model.
+        model_config: The configuration that was read there.
+        packing: The packing of its rows.
+        counts: The folder in which counts of models are kept; None keeps none.
+        progress: The function that is told of slow operations.
     """
     choose_threads()
     liger = uses_liger(config.model.kernels, compute_device(config.train.device).type)
@@ -60,18 +60,18 @@ def ready_to_plan(
         apply_liger(model_config.get_text_config().model_type)
     progress("planning where memory goes")
     measure_peak(config)
-    # the counts that are kept are of transformers' own modules, and of the model as it is saved
+    # the kept counts are of transformers' own modules, and of the model as it is saved
     is_other = liger or bool(config.model.new_tokens)
     return PlannedModel(source, None if is_other else counts, progress, model_config, packing)
 
 
 def machine_for(config: Config, measure: Measure | None = None, lately: Lately | None = None) -> HardwareSpec:
-    """Return the machine that a run's device stands for, with the drives that it may use.
+    """Return the machine of a run's device, with the drives that it may use.
 
     Args:
-        config: Of the run.
-        measure: As in `machine_of`.
-        lately: Knows what was measured lately of a CPU; None: it is measured anew.
+        config: The settings of the run.
+        measure: The measurement, as in `machine_of`.
+        lately: The recent measurements of a CPU; None measures it anew.
     """
     precision = config.train.precision
     is_cpu = check_device(config.train.device) == "cpu"
@@ -94,15 +94,15 @@ def with_layers_timed(
 ) -> HardwareSpec:
     """Return this CPU at the rates that the model's own layers reach on it.
 
-    One layer of every kind is run a few times; where that would take long, or much of the memory that is
+    One layer of every kind is run a few times. Where that would take long, or much of the memory that is
     left, the rates stay as they are.
 
     Args:
         spec: The CPU.
         anatomy: The count of the model for the run's micro-batches.
-        model: That is counted.
-        config: In which nothing is open.
-        lately: Knows what was timed lately.
+        model: The model that is counted.
+        config: The settings, in which nothing is open.
+        lately: The recent timings.
     """
     known = _TIMED.setdefault(anatomy, {})
     num_threads = torch.get_num_threads()
@@ -119,7 +119,7 @@ def with_layers_timed(
 
 
 _TIMED: WeakKeyDictionary[Anatomy, dict[int, Measured]] = WeakKeyDictionary()
-"""By model and number of threads: a process times it once."""
+"""The timings by model and number of threads, so that a process times each once."""
 
 
 def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, config: Config) -> Measured:
@@ -144,7 +144,7 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
 
 
 def make_care(config: Config) -> Care:
-    """Watch over the machine, and say how to set the power cap that is wished for."""
+    """Return the watch over the machine, and log how to set the power cap that is wished for."""
     sensor = sensor_of(compute_device(config.train.device))
     cap_w = config.hardware.power_cap
     advice = None if cap_w is None else power_cap_advice(sensor, cap_w)
@@ -154,7 +154,7 @@ def make_care(config: Config) -> Care:
 
 
 def choose_threads() -> None:
-    """Keep torch to the cores that this process may use: more would wait for each other's turn."""
+    """Limit torch's threads to the cores that this process may use, since more would wait for each other."""
     allowed = worker_threads()
     if torch.get_num_threads() > allowed:
         torch.set_num_threads(allowed)
@@ -163,7 +163,7 @@ def choose_threads() -> None:
 
 
 def measure_peak(config: Config) -> None:
-    """Measure what MFU is a share of, while there is still room on the device."""
+    """Measure the peak that MFU is a share of, while there is still room on the device."""
     device = compute_device(config.train.device)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.precision]
     peak = measure_matmul_peak(device, dtype)

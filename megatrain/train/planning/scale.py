@@ -1,4 +1,4 @@
-"""How speed grows with the number of GPUs: plans for 1 to 1,024 of them, each with the same tokens."""
+"""The growth of speed with the number of GPUs, by plans for 1 to 1,024 of them with the same tokens each."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.records.metrics import format_count
 
 MOST_RANKS = 1024
-"""GPUs up to which a table goes, where there is a network."""
+"""The largest number of GPUs of a table, where there is a network."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """So many GPUs, each with the same tokens of a step."""
+    """The plan for a number of GPUs, each with the same tokens of a step."""
 
     gpus: int
-    """Of each node."""
+    """The number of GPUs of each node."""
     nodes: int
     plan: Plan
     efficiency: float | None
-    """Tokens per second of each GPU over those of the fewest GPUs that fit; None: it does not fit."""
+    """The tokens per second of each GPU over those of the fewest GPUs that fit; None if it does not fit."""
 
     @property
     def num_ranks(self) -> int:
-        """GPUs in all."""
+        """The number of GPUs in all."""
         return self.gpus * self.nodes
 
 
 def sizes(spec: HardwareSpec) -> Iterator[tuple[int, int]]:
-    """Yield how many GPUs of a node, and how many nodes, in powers of two: a full node before several."""
+    """Yield the numbers of GPUs of a node and of nodes in powers of two; a full node comes before several."""
     gpus = 1
     while gpus < spec.num_gpus:
         yield gpus, 1
@@ -54,15 +54,15 @@ def sizes(spec: HardwareSpec) -> Iterator[tuple[int, int]]:
 def scale(
     request: Request, counts: Iterable[tuple[int, int]] | None = None, *, gathers: bool | None = None
 ) -> list[Row]:
-    """Plan for more and more GPUs, each of which takes the micro-batches that the request has.
+    """Plan for more and more GPUs, each of which takes the micro-batches of the request.
 
     Args:
-        request: For one GPU of the machine; its batch is what each gets.
-        counts: How many GPUs of a node, and how many nodes; None: as `sizes` yields them.
-        gathers: As in `of_ranks`.
+        request: The request for one GPU of the machine; its batch is that of each.
+        counts: The numbers of GPUs of a node and of nodes; None takes those that `sizes` yields.
+        gathers: Whether ranks gather weights, as in `of_ranks`.
 
     Raises:
-        ConfigError: As `of_ranks`.
+        ConfigError: `of_ranks` raises it.
     """
     found: list[Row] = []
     least: float | None = None
@@ -87,7 +87,7 @@ def _times(batch: StepBatch, count: int) -> StepBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """The rows of a table, and what they were asked for."""
+    """The rows of a table, and the request that they answer."""
 
     asked: Asked
     spec: HardwareSpec
@@ -95,7 +95,7 @@ class Scaling:
 
     @property
     def fits(self) -> bool:
-        """Whether any number of GPUs is enough."""
+        """Return whether any number of GPUs is enough."""
         return any(row.plan.fits for row in self.rows)
 
 
@@ -105,10 +105,10 @@ def plan_scale(
     """Plan a run on more and more GPUs of a machine, and on more and more such machines.
 
     Args:
-        raw: Settings as of `ask`; the batch is that of each GPU.
-        machine: With all of its GPUs.
-        progress: As in `ask`.
-        given: As in `ask`, like all that follows.
+        raw: The settings, as in `ask`; the batch is that of each GPU.
+        machine: The machine with all of its GPUs.
+        progress: The function that is told of slow operations, as in `ask`.
+        given: The other arguments of `ask`.
     """
     one = machine if isinstance(machine, OwnMachine) else machine.with_ranks(1)
     asked = ask(raw, one, progress=progress, **given)
@@ -119,7 +119,7 @@ def plan_scale(
 
 
 def scale_report(found: Scaling, *, as_json: bool = False) -> str:
-    """Return what `megatrain plan --scale` prints."""
+    """Return the text that `megatrain plan --scale` prints."""
     if as_json:
         return json.dumps(scale_json(found))
     batch, anatomy, spec = found.asked.request.batch, found.asked.request.anatomy, found.spec

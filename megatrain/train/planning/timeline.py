@@ -1,4 +1,4 @@
-"""A plan as `plan.json` of a run keeps it: its numbers, and when each lane should do what in a step."""
+"""A plan as `plan.json` of a run keeps it: its numbers, and a timeline of the lanes within a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatrain.train.planning.plan_json import plan_json
 from megatrain.train.planning.plan_run import Planned
 
 MOST_SPANS = 2000
-"""Of a timeline: neighbours of one kind are drawn as one where there are more."""
+"""The largest number of spans of a timeline; beyond it, neighbours of one kind are drawn as one."""
 
 Span: TypeAlias = tuple[str, str, float, float]
-"""A lane, what it does, and when it begins and ends, in seconds of the step."""
+"""A lane, its work, and the begin and end in seconds of the step."""
 
 
 def planned_run(planned: Planned, num_steps: int) -> dict[str, Any]:
@@ -28,12 +28,12 @@ def planned_run(planned: Planned, num_steps: int) -> dict[str, Any]:
 
 
 def timeline(planned: Planned) -> list[Span]:
-    """List what each lane does when in one of many equal steps; of many rounds, the first three."""
+    """List the work and times of each lane in one of many equal steps; of many rounds, the first three."""
     plan, request = planned.plan, planned.request
     spec = request.spec
     step = replace(request, batch=plan.batch).step(plan.choice)
     tasks, _ = step.tasks(is_short=True)
-    if spec.is_cpu:  # everything in turn
+    if spec.is_cpu:  # a CPU does everything in turn
         ends = list(accumulate(task.seconds for task in tasks))
         times = [(end - task.seconds, end) for task, end in zip(tasks, ends, strict=True)]
     else:
@@ -49,7 +49,7 @@ def timeline(planned: Planned) -> list[Span]:
 
 
 def thinned(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
-    """Draw neighbours of one lane and kind as one, those nearest to each other first, until there are few."""
+    """Merge neighbours of one lane and kind, the nearest first, until there are few."""
     length_s = max((span[3] for span in spans), default=0.0)
     found = sorted(spans, key=lambda span: span[2])
     gap_s = 0.0

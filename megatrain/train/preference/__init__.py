@@ -1,1 +1,1 @@
-"""What a run learns from: the loss of its steps and evaluations, and the reference of judged answers."""
+"""The objective of a run: the loss of its steps and evaluations, and the reference of judged answers."""

@@ -1,4 +1,4 @@
-"""Steps and evaluations of a run, by the loss that the model computes itself, or that of judged answers."""
+"""Steps and evaluations of a run, by the model's own loss or by the loss of judged answers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _OF_MODEL = ("input_ids", "labels")
 
 
 class ModelLoss:
-    """The loss of a run that the model itself computes, of the tokens of a whole step."""
+    """The loss that the model itself computes over the tokens of a whole step."""
 
     measure: Measure | None = None
-    """Evaluations are by the model's own loss, too."""
+    """The measure of evaluations, which are by the model's own loss too."""
 
     def forward_backward(
         self,
@@ -36,7 +36,7 @@ class ModelLoss:
         seeds: Sequence[int],
         ranks: Ranks | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Run this rank's part of a step forward and backward; as `AnswerLoss.forward_backward`."""
+        """Run this rank's part of a step forward and backward, as `AnswerLoss.forward_backward` does."""
         own = engine.parts(len(micro_batches))[0 if ranks is None else ranks.rank]
         mine = [micro_batches[number] for number in own]
         return engine.forward_backward(mine, seeds=[seeds[number] for number in own]), {}
@@ -46,7 +46,7 @@ class AnswerLoss:
     """The loss of a run that learns from judged answers."""
 
     def __init__(self, objective: Objective, settings: Settings) -> None:
-        """Take what computes the loss of a row, and the settings that it reads."""
+        """Store the objective that computes the loss of a row, and the settings that it reads."""
         self._objective, self._settings = objective, settings
 
     def forward_backward(
@@ -61,11 +61,11 @@ class AnswerLoss:
         Args:
             engine: The engine of the model.
             micro_batches: The micro-batches of the whole step.
-            seeds: A seed for each.
-            ranks: The ranks that share them out; None: there is one.
+            seeds: The seed of each micro-batch.
+            ranks: The ranks that share them out; None for a single process.
 
         Returns:
-            The loss, averaged over all rows of the step, and means of what was seen, by name.
+            The loss, averaged over all rows of the step, and the means of the other values, by name.
         """
         total = sum(len(batch["reference"]) for batch in micro_batches)
         shown: dict[int, Shown] = {}
@@ -81,7 +81,7 @@ class AnswerLoss:
         numbers = shared_out[0 if ranks is None else ranks.rank]
         own_seeds = [seeds[number] for number in numbers]
         parts = engine.run_losses([loss_of(number) for number in numbers], seeds=own_seeds)
-        seen = [shown[number] for number in numbers]  # in order, whatever the turns they took
+        seen = [shown[number] for number in numbers]  # these are in order, whatever the order of their passes
         if ranks is not None:
             parts = in_order(shared_out, [list(each) for each in ranks.gather(torch.stack(parts))])
             values = in_order(shared_out, ranks.gather_values([*map(as_values, seen)]))
@@ -92,7 +92,7 @@ class AnswerLoss:
         return reduce(torch.add, parts), tally.means()
 
     def measure(self, engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[Shown]:
-        """Yield of each batch what was seen of its rows; the model is in the mode that is wanted."""
+        """Yield the values of each batch's rows; the caller sets the mode of the model."""
         for group in engine.together.groups(batches, ids_of):
             for losses, shown in engine.together.run(
                 [partial(self._losses, engine, batch) for batch in group]
@@ -111,6 +111,6 @@ class AnswerLoss:
 
 
 def loss_of(config: Config) -> ModelLoss | AnswerLoss:
-    """Return what computes the loss of a run."""
+    """Return the object that computes the loss of a run."""
     is_judged = config.objective.rows.is_judged
     return AnswerLoss(config.objective, config.preference) if is_judged else ModelLoss()

@@ -1,8 +1,8 @@
-"""What the untouched model says of the answers: computed before the first step, and kept.
+"""The reference: log-probabilities of the answers by the untouched model, kept from before the first step.
 
-Once a model is trained, nobody can ask it what it said before. So the log-probabilities are kept under a name
-of the model's files, the rows and all that decides their bits; a run that goes on finds them there, or asks
-the untouched model again, which is read from its own files, and never the trained one.
+A model that has been trained cannot give these any more. So they are kept under a name made of the model's
+files, the rows and everything that decides their bits. A resumed run finds them there, or asks the untouched
+model again, which is read from its own files; the trained one is never asked.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Reference:
     """The log-probabilities of all answers of a run, before its first step."""
 
     def __init__(self, config: Config, rows: Sequence[JudgedRows], folder: Path) -> None:
-        """Compute nothing yet.
+        """Make a reference; nothing is computed yet.
 
         Args:
-            config: Of the run.
-            rows: Those that it trains and evaluates on.
-            folder: Where they are kept.
+            config: The settings of the run.
+            rows: The rows that it trains and evaluates on.
+            folder: The folder in which the log-probabilities are kept.
 
         Raises:
             ModelError: The model's files cannot be read.
@@ -56,7 +56,7 @@ class Reference:
 
         self._rows, self._folder = rows, folder
         self.model = fingerprint(model_directory(config.model.path))
-        """Its fingerprint."""
+        """The fingerprint of the model."""
         self._size = config.train.micro_batch_size
         self._named = {
             "format": _FORMAT,
@@ -72,13 +72,13 @@ class Reference:
         }
 
     def check(self, meta: Mapping[str, Any]) -> None:
-        """Refuse to go on with another reference.
+        """Refuse to resume with another reference.
 
         Args:
-            meta: Of the checkpoint or commit that a run goes on from.
+            meta: The record of the checkpoint or commit from which a run resumes.
 
         Raises:
-            CheckpointError: Its answers were compared with what another model says.
+            CheckpointError: The answers of the run were compared with another model.
         """
         if meta.get("reference") not in (None, self.model):
             raise CheckpointError(
@@ -88,21 +88,21 @@ class Reference:
 
     @property
     def is_kept(self) -> bool:
-        """Whether all of it is there, sound."""
+        """Return whether all of it is cached and sound."""
         return all(is_kept(self._folder, self._key(rows)) for rows in self._rows)
 
     def fill(
         self, untouched: Callable[[], AbstractContextManager[Engine]], ranks: Ranks | None = None
     ) -> None:
-        """Put the log-probabilities beside the rows: those that are kept, or new ones.
+        """Put the log-probabilities beside the rows: cached ones, or new ones.
 
         Args:
-            untouched: Lends an engine of the model as it was before the first step, in the mode without
-                dropout; called if something is missing.
-            ranks: That train together: the first one computes, and the others read. None: there is one.
+            untouched: The function that lends an engine of the untouched model without dropout, if something
+                is missing.
+            ranks: The ranks that train together, of which the first computes; None for a single process.
 
         Raises:
-            OutputError: They cannot be written.
+            OutputError: The log-probabilities cannot be written.
             ConfigError: A rank does not find what the first one has written.
         """
         if ranks is not None and ranks.rank > 0:
@@ -161,15 +161,15 @@ class Reference:
 
 
 def reference_for(config: Config, rows: Iterable[Rows], folder: Path | None) -> Reference | None:
-    """Return what rows are compared with; None: nothing, or nothing that matters.
+    """Return the reference that rows are compared with; None if there is none, or its values do not matter.
 
     Args:
         config: The settings of the run.
-        rows: The rows that it trains and evaluates on; of judged answers all are, or none.
+        rows: The rows that it trains and evaluates on; either all or none are of judged answers.
         folder: The folder in which log-probabilities are kept; None: answers are compared with nothing.
 
     Raises:
-        ModelError: As `Reference`.
+        ModelError: `Reference` raises it.
     """
     judged = [some for some in rows if isinstance(some, JudgedRows)]
     if judged and folder is not None and config.objective.has_reference:

@@ -1,1 +1,1 @@
-"""What a run writes beside its model: its directory, metrics and events."""
+"""The records that a run writes beside its model: its directory, metrics and events."""

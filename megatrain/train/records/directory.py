@@ -1,6 +1,6 @@
-"""The run directory, its files, and one run in it at a time.
+"""The run directory and its files, for one run at a time.
 
-What is made in it is for this user only, and nothing in it is reached through a link; the directory itself
+Everything made in it is for this user only, and nothing in it is reached through a link; the directory itself
 may be.
 """
 
@@ -45,7 +45,7 @@ _OURS = {
 
 _LOCK_TRIES = 5
 _LOCK_WAIT_S = 0.02
-"""Whoever looks whether a run is alive (`is_in_use`) holds its lock for microseconds."""
+"""The pause between two tries, since a check by `is_in_use` holds the lock for microseconds."""
 
 
 class RunDirectory:
@@ -65,15 +65,15 @@ class RunDirectory:
 
     @property
     def is_run(self) -> bool:
-        """Whether a run was begun here."""
+        """Return whether a run was begun here."""
         return self.config.is_file()
 
     def check(self) -> None:
         """Refuse a directory that is not ours to write.
 
         Raises:
-            OutputError: It is a file, cannot be written, holds something that no run of ours made, or a link
-                in the place of something that one made.
+            OutputError: The path is a file, cannot be written, holds something that no run made, or has a
+                link in the place of a run's file.
         """
         with os_errors("use the run directory", self.path):
             if self.path.exists() and not self.path.is_dir():
@@ -122,18 +122,18 @@ class RunDirectory:
                     os.close(descriptor)
         finally:
             if not was_there:
-                with suppress(OSError):  # not empty is one of the errors: something came of the run
+                with suppress(OSError):  # one of the errors is that it has files of the run
                     self.path.rmdir()
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a process trains here, or that cannot be told."""
+        """Return whether a process trains here, or whether that cannot be told."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             return True
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look disturb none
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two checks disturb none
         except OSError:
             return True
         finally:
@@ -162,7 +162,7 @@ class RunDirectory:
                 return
 
     def remove_leftovers(self) -> None:
-        """Remove what a crash left of files and checkpoints that were being written.
+        """Remove files and checkpoints that a crash left half-written.
 
         Raises:
             OutputError: Something cannot be removed.
@@ -174,11 +174,11 @@ class RunDirectory:
         remove_leftovers(self.checkpoints)
 
     def begin(self, config: Config, plan: Mapping[str, Any] | None = None) -> None:
-        """Write what is trained, where it runs, and what is planned; an older plan goes.
+        """Write the settings, the environment and the plan; an older plan is removed.
 
         Args:
-            config: In which nothing is open.
-            plan: As plain values; None: there is none.
+            config: The settings, in which nothing is open.
+            plan: The plan as plain values; None if there is none.
         """
         write_bytes_durably(self.config, dump_config(as_settings(config)).encode())
         write_bytes_durably(self.environment, (json.dumps(environment(), indent=2) + "\n").encode())

@@ -1,6 +1,6 @@
-"""What happened in a run, one row per event in `events.jsonl`: its history, of every process that it had.
+"""The history of a run, one row per event in `events.jsonl`, over all of its processes.
 
-Rows are only ever appended, a resume cuts nothing but a torn end: after a crash the steps behind the last
+Rows are only ever appended, and a resume cuts nothing but a torn end. After a crash the steps behind the last
 checkpoint are taken again, and the history says so.
 """
 
@@ -17,7 +17,7 @@ from megatrain.train.records.json_lines import JsonLines, read_rows
 
 
 class EventLog(JsonLines):
-    """Appends events to `events.jsonl`, and tells those who listen."""
+    """Appends events to `events.jsonl`, and passes them to a listener."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class EventLog(JsonLines):
         """Open the file.
 
         Args:
-            path: Of the file; a last row that a crash tore is cut off.
-            listen: Is given every row once it is written.
-            clock: Seconds since 1970, for tests.
+            path: The path of the file; a last row that a crash tore is cut off.
+            listen: The function that is given every row once it is written.
+            clock: The clock in seconds since 1970, for tests.
 
         Raises:
             OutputError: The file cannot be written.
@@ -44,12 +44,12 @@ class EventLog(JsonLines):
         """Append an event.
 
         Args:
-            event: What happened.
-            step: Steps done when it did.
-            values: What else is known of it: plain values.
+            event: The event that happened.
+            step: The number of steps done by then.
+            values: The further facts about it, as plain values.
 
         Raises:
-            OutputError: It cannot be written.
+            OutputError: The row cannot be written.
         """
         row = {"event": event, "time": round(self._clock(), 3), "step": step, **values}
         self._listen(self.append(row))
@@ -61,13 +61,13 @@ def record_ranks(
     """Record how ranks of a run have ended, now that none lives; a run that never began has no record.
 
     Args:
-        directory: Of the run.
-        codes: Exit codes, by rank.
-        sentences: What they said, by rank.
-        num_left: How many go on.
+        directory: The directory of the run.
+        codes: The exit codes by rank.
+        sentences: The last sentences by rank.
+        num_left: The number of ranks that go on.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The row cannot be written.
     """
     if directory.is_run:
         step = max((int(row["step"]) for row in read_rows(directory.events) if "step" in row), default=0)

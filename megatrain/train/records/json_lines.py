@@ -1,6 +1,6 @@
 """A file of JSON rows to which a run appends; each is handed to the system at once, so a killed run keeps it.
 
-A last line without its end is what a crash tore: whoever opens the file cuts it off.
+A last line without its end was torn by a crash, and is cut off by the next process that opens the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Self = TypeVar("_Self", bound="JsonLines")
 
 
 def cut_torn_end(descriptor: int, path: Path) -> bool:
-    """Cut off a last line without its end; the file is the same one, so the answer is True."""
+    """Cut off a last line without its end; return True, since the file is still the same."""
     with os_errors("read", path), os.fdopen(os.dup(descriptor), "rb") as file:
         content = file.read()
     end = content.rfind(b"\n") + 1
@@ -38,8 +38,8 @@ class JsonLines:
         """Open the file, and cut what does not belong there.
 
         Args:
-            path: Of the file; made if missing, refused if it is a link.
-            cut: Is given the open file and its path. False: another file has the name now.
+            path: The path of the file, which is made if missing, and refused if it is a link.
+            cut: The function of the open file and its path that returns False if it replaced the file.
 
         Raises:
             OutputError: The file cannot be written.
@@ -90,11 +90,11 @@ class JsonLines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(OutputError) if error is not None else contextlib.nullcontext():
-            self.close()  # the first error is the one to tell
+            self.close()  # the first error is the one to report
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that are whole, as far as they are there; what is damaged is passed over.
+    """Yield the intact rows of a file, as far as they are there; damaged ones are skipped.
 
     A run may be writing to it.
     """
@@ -106,9 +106,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         if not line.endswith(b"\n"):
             return
         with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line, parse_constant=lambda _: None)  # nan and inf, as `append` writes them
+            row = json.loads(line, parse_constant=lambda _: None)  # `append` writes nan and inf so
             if isinstance(row, dict):
-                yield {name: _finite(value) for name, value in row.items()}  # as 1e999 is read
+                yield {name: _finite(value) for name, value in row.items()}  # 1e999 is read as infinity
 
 
 def _finite(value: Any) -> Any:

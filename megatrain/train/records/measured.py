@@ -1,4 +1,4 @@
-"""What the engine has measured of a step, as columns of the step's row."""
+"""The engine's measurements of a step, as columns of the step's row."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from megatrain.stream.report import StepReport
 from megatrain.train.records.metrics import AMONG_RANKS
 
 _NUM_WAITS = 3
-"""Of the longest waits of a step that its row names."""
+"""The number of a step's longest waits that its row names."""
 
 
 def measured(report: StepReport, *, model_flops: float, num_ranks: int) -> dict[str, Any]:
-    """Return the columns; of bytes and times, those of this rank.
+    """Return the columns; bytes and times are those of this rank.
 
     Args:
-        report: Of this rank.
-        model_flops: Of all ranks' tokens without padding: the engine sees none in rows that have no mask.
-        num_ranks: That train together.
+        report: The report of this rank.
+        model_flops: The FLOPs of all ranks' tokens without padding, which the engine cannot always tell.
+        num_ranks: The number of ranks that train together.
     """
     peak = report.matmul_peak
     return {

@@ -1,4 +1,4 @@
-"""What a run records and shows: one row per step, in `metrics.jsonl` and on the screen.
+"""The metrics of a run: one row per step, in `metrics.jsonl` and on the screen.
 
 The file holds each step once, whatever the number of interruptions: a resumed run cuts the rows beyond its
 checkpoint, and a last line that a crash tore. A damaged row is kept aside and named; the others stay.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 MUCH_PADDING = 0.05
-"""Of a step's tokens: with more of it speeds are said without padding too, as steps are logged."""
+"""The share of padding in a step's tokens above which logs show speeds without padding too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,69 +33,69 @@ class StepMetrics:
     """One step, as a row of `metrics.jsonl`."""
 
     step: int
-    """Steps done, this one included."""
+    """The number of steps done, this one included."""
     loss: float
-    """Mean over the step's real tokens, before the update."""
+    """The mean over the step's real tokens, before the update."""
     grad_norm: float | None
-    """Global norm before clipping. None = not computed."""
+    """The global norm before clipping; None if it was not computed."""
     lr: float
     tokens: int
-    """Tokens read since the run began, without padding."""
+    """The number of tokens read since the run began, without padding."""
     tokens_per_s: float
     seconds: float
-    """Duration of the step."""
+    """The duration of the step."""
     targets: int = 0
-    """Those of them that were trained on: with a label."""
+    """The number of these tokens that were trained on, which have a label."""
     skipped: bool = False
-    """The gradient was not finite, or the loss jumped, and nothing was updated."""
+    """Whether nothing was updated, since the gradient was not finite or the loss jumped."""
     shown: Mapping[str, float] = field(default_factory=dict)
-    """What else the loss has to say, each under its own name in a row, such as `rewards/margins`."""
+    """The other values of the loss, each under its own name in a row, such as `rewards/margins`."""
     spike_above: float | None = None
-    """The loss jumped: the highest that were no jump. In a row only then."""
+    """The highest loss that would have been no jump; it is in a row only after a jump."""
     host_bytes: int = 0
     device_bytes: int = 0
-    """Peak of the run so far."""
+    """The peak of device memory of the run so far."""
     mfu: float | None = None
-    """Model FLOPs per second, as a share of the matrix products that the device was measured to do: those of
-    all ranks' tokens, padding left out, by all ranks' devices."""
+    """The model FLOPs per second, as a share of the device's measured rate of matrix products: those of all
+    ranks' tokens, without padding, by all ranks' devices."""
     bound: str | None = None
-    """What bounds the step: copies, compute, the optimizer, or the drives."""
+    """The bound of the step: copies, compute, the optimizer, or the drives."""
     over_bound: float | None = None
     """The step's time over that of its bound; 1 if all the rest overlaps."""
     fetch_bytes: int = 0
-    """Copied to the device in the step: weights, and gradients that go on adding up."""
+    """The bytes copied to the device in the step: weights, and gradients that are still accumulated."""
     offload_bytes: int = 0
-    """Gradients copied to the host in the step."""
+    """The bytes of gradients copied to the host in the step."""
     gathered_bytes: int | None = None
-    """Of weights, got from the other ranks of the node. In rows of several ranks only, as the next ones; all
-    bytes and times of a step are the first rank's."""
+    """The bytes of weights received from other ranks of the node. This and the next fields are only in rows
+    of several ranks; all bytes and times of a step are the first rank's."""
     exchanged_bytes: int | None = None
-    """Of sums of gradients, sent to other ranks."""
+    """The bytes of sums of gradients that were sent to other ranks."""
     spread_bytes: int | None = None
-    """Of new weights, sent to other nodes."""
+    """The bytes of new weights that were sent to other nodes."""
     swapped_bytes: int | None = None
-    """Inside attention, given to the ranks that share out the same rows."""
+    """The bytes that were given inside attention to the ranks with parts of the same rows."""
     waits: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the longest waits: which lane waited, for which, with what buffer."""
+    """The seconds of the longest waits, by the waiting lane, the awaited one, and the buffer."""
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds for which each lane worked; lanes work at the same time."""
+    """The seconds for which each lane worked; lanes work at the same time."""
     power_w: float | None = None
-    """Of the device, at the end of the step. This and what follows is in a row only where it is known."""
+    """The power of the device at the end of the step. This and the next fields are written where known."""
     temperature_c: float | None = None
     throttled: tuple[str, ...] | None = None
-    """Why the device runs slower than it could; empty: it does not."""
+    """The reasons why the device runs slower than it could; empty if it does not."""
     energy_j_per_token: float | None = None
-    """Of the device, over the step and what came since the one before, per real token of the step."""
+    """The device's energy over the step and the time since the one before, per real token of the step."""
     ecc_errors: int | None = None
-    """New memory errors of the device, corrected ones included."""
+    """The number of new memory errors of the device, corrected ones included."""
     swap_bytes: int | None = None
-    """That the machine swapped in and out."""
+    """The bytes that the machine swapped in and out."""
     drive_written_bytes: int | None = None
-    """That all ranks of the run have written to drives so far, before a resume too."""
+    """The bytes that all ranks of the run have written to drives so far, before a resume too."""
 
     @property
     def logged(self) -> dict[str, float]:
-        """Numbers for callbacks, by the names that transformers gives them."""
+        """Return the numbers for callbacks, by their names in transformers."""
         numbers = {"loss": self.loss, "learning_rate": self.lr, "tokens_per_s": self.tokens_per_s}
         if self.grad_norm is not None:
             numbers["grad_norm"] = self.grad_norm
@@ -103,7 +103,7 @@ class StepMetrics:
 
 
 AMONG_RANKS = ("gathered_bytes", "exchanged_bytes", "spread_bytes", "swapped_bytes")
-"""Fields that only rows of several ranks have."""
+"""The fields that only rows of several ranks have."""
 
 _ONLY_WHERE_KNOWN = {
     "spike_above",
@@ -116,13 +116,13 @@ _ONLY_WHERE_KNOWN = {
     "swap_bytes",
     "drive_written_bytes",
 }
-"""Fields that are left out of a row on a machine that does not tell them."""
+"""The fields that a row lacks on a machine that does not tell them."""
 
 _IN_EVERY_ROW = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds"}
-"""Fields without which a line is no row, in any version."""
+"""The fields without which a line is no row, in any version."""
 
 _ROW_STARTS = re.compile(rb'(?<=.)(?=\{"step": )', re.DOTALL)
-"""Where a row begins within a line: the newline before it is damaged."""
+"""The place where a row begins within a line, since the newline before it is damaged."""
 
 _NUMBERS_SHOWN = 10
 
@@ -131,16 +131,16 @@ class MetricsLog(JsonLines):
     """Appends rows to a JSONL file."""
 
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int = 0) -> None:
-        """Open the file, and cut what lies beyond the step that the run continues from.
+        """Open the file, and cut rows beyond the step from which the run resumes.
 
-        Rows before it that are damaged go to `metrics.damaged.jsonl`, with their numbers.
+        Earlier rows that are damaged go to `metrics.damaged.jsonl`, with their numbers.
 
         Args:
-            path: of the file; made if missing, refused if it is a link.
-            resume_step: the last step to keep; 0 begins a new file.
+            path: The path of the file, which is made if missing, and refused if it is a link.
+            resume_step: The last step to keep; 0 begins a new file.
 
         Raises:
-            OutputError: the file cannot be written.
+            OutputError: The file cannot be written.
         """
         super().__init__(Path(path), partial(_cut_after, last_step=resume_step))
 
@@ -148,7 +148,7 @@ class MetricsLog(JsonLines):
         """Append one row.
 
         Raises:
-            OutputError: as `append`.
+            OutputError: `append` raises it.
         """
         self.append(
             {
@@ -161,10 +161,10 @@ class MetricsLog(JsonLines):
 
 
 def _cut_after(descriptor: int, path: Path, last_step: int) -> bool:
-    """Leave the sound rows until a step; those that are damaged are kept aside and named.
+    """Keep the sound rows up to a step; damaged ones are kept aside and named.
 
-    A last line without its end is what a crash tore, and no damage. Returns False where rows had to be taken
-    out of the middle, and `path` is a new file.
+    A last line without its end was torn by a crash, and is no damage. The result is False where rows had to
+    be taken out of the middle, so that `path` is a new file.
     """
     with os_errors("read", path), os.fdopen(os.dup(descriptor), "rb") as file:
         lines = [row for line in file if line.endswith(b"\n") for row in _ROW_STARTS.split(line)]
@@ -193,7 +193,7 @@ def _cut_after(descriptor: int, path: Path, last_step: int) -> bool:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a row; -1: it is none, or its end is damaged."""
+    """Return the step of a row; -1 if it is no row, or its end is damaged."""
     if not line.endswith(b"\n"):
         return -1
     try:
@@ -207,8 +207,8 @@ def _step_of(line: bytes) -> int:
 
 
 def _rising(steps: Sequence[int]) -> set[int]:
-    """Return the places of the longest rising sequence of steps: a row whose step is out of it is damaged."""
-    ends: list[int] = []  # by length, the least step that such a sequence ends with, and where
+    """Return the places of the longest rising sequence of steps; rows outside of it are damaged."""
+    ends: list[int] = []  # for each length, the least last step of such a sequence, and its place
     places: list[int] = []
     before: dict[int, int] = {}
     for place, step in enumerate(steps):

@@ -1,7 +1,7 @@
-"""What a user may show to others: settings and records without addresses of webhooks and home directories.
+"""Settings and records that a user may show to others, without addresses of webhooks and home directories.
 
-It is in reports, plans, environments and manifests of checkpoints. `config.yaml` of a run has the settings as
-they were given, for this user alone.
+They are in reports, plans, environments and manifests of checkpoints. `config.yaml` of a run has the settings
+as they were given, for this user alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Value = TypeVar("_Value")
 
 
 def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they may be shown to others: of an address only the host, and `~` for home."""
+    """Return settings that may be shown: of an address only the host, and `~` for the home directory."""
     log = config.get("log")
     if isinstance(log, Mapping) and log.get("webhook"):
         config = {**config, "log": {**log, "webhook": f"{host_of(str(log['webhook']))}/..."}}
@@ -26,7 +26,7 @@ def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def host_of(address: str) -> str:
     """Return the part of an address that is no secret."""
-    with suppress(ValueError):  # it was written by hand
+    with suppress(ValueError):  # the address was written by hand
         parts = urlsplit(address)
         if parts.hostname is not None:
             return f"{parts.scheme}://{parts.hostname}"
@@ -34,15 +34,15 @@ def host_of(address: str) -> str:
 
 
 def without_home(value: _Value) -> _Value:
-    """Return plain values in whose texts the user's home directory is `~`."""
+    """Return plain values with `~` in place of the user's home directory in texts."""
     try:
         home = Path.home()
-    except RuntimeError:  # a user without one, as in some containers
+    except RuntimeError:  # a user may have no home, as in some containers
         return value
     names = {str(home), str(home.resolve())} - {"/"}
     if not names:
         return value
-    # not a part of a longer name: /home/ann is none of /home/anna, and /root none of /data/root
+    # It must be no part of a longer name: /home/ann is not in /home/anna, and /root is not in /data/root.
     home_alone = rf"(?<![\w.-])({'|'.join(map(re.escape, names))})(?![\w-]|\.[\w.-])"
     return _replaced(value, re.compile(home_alone))
 

@@ -1,1 +1,1 @@
-"""What is told of a run: its events as they come, its report, tables of several runs, its model card."""
+"""Reports of a run: its events as they come, its page, tables of several runs, its model card."""

@@ -1,4 +1,4 @@
-"""Tells a webhook of events of a run, from a thread of its own: a run neither waits for it nor ends by it."""
+"""Alerts tell a webhook of a run's events on their own thread, so that the run neither waits nor fails."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatrain.train.report.words import event_text
 _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
-"""Of one message; the end of a run waits this long for the last ones."""
+"""The timeout of one message; the end of a run waits this long for the last ones."""
 
 
 class Alerts:
     """Sends the events that were asked for; use as a context manager."""
 
     def __init__(self, address: str | None, events: Collection[str], *, run: str) -> None:
-        """Name the address.
+        """Store the address and the events.
 
         Args:
-            address: Of the webhook; None: nobody is told.
-            events: Names of the events to send.
-            run: What the run is called in the messages.
+            address: The address of the webhook; None sends nothing.
+            events: The names of the events to send.
+            run: The name of the run in the messages.
         """
         self._address = address
         self._events = frozenset(events)
@@ -39,7 +39,7 @@ class Alerts:
         self._has_warned = False
 
     def tell(self, row: Mapping[str, Any]) -> None:
-        """Send a row of `events.jsonl`, if its event was asked for; returns at once."""
+        """Send a row of `events.jsonl`, if its event was asked for; return at once."""
         if self._address is None or row["event"] not in self._events:
             return
         text = f"{self._run}: {event_text(row)}"
@@ -58,7 +58,7 @@ class Alerts:
                 )
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S):
                     pass
-            except Exception as error:  # whatever it is, it is no matter of the run's
+            except Exception as error:  # whatever it is, it must not end the run
                 if not self._has_warned:
                     host = host_of(self._address)
                     _log.warning("log.webhook: %s was not told (%s); the run goes on", host, error)

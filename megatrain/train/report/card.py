@@ -1,6 +1,6 @@
 """The model card of a run: `README.md` of `hf/`, in the format of the Hugging Face hub.
 
-It is made to be shared: of paths only the last part is in it, of people and machines nothing.
+It is made to be shared: it holds only the last part of paths, and nothing of people and machines.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.words import model_name
 
 _SETTINGS = ("train", "optim", "data", "lora", "memory")
-"""Sections that bear on the result or on the speed."""
+"""The sections that bear on the result or on the speed."""
 
 
 def model_card(path: Path, *, is_merged: bool = False) -> str:
     """Return the card of a run's model.
 
     Args:
-        path: Of the run directory.
-        is_merged: Whether adapters that the run has trained are in the weights, and not beside them.
+        path: The run directory.
+        is_merged: Whether the adapters that the run has trained are merged into the weights.
 
     Raises:
-        OutputError: It is no run directory, or cannot be read.
+        OutputError: The path is no run directory, or cannot be read.
     """
     run = read_run(path)
     lines = [*_text(run, is_merged)]
@@ -33,13 +33,13 @@ def model_card(path: Path, *, is_merged: bool = False) -> str:
 
 
 def _rank(run: RunFiles) -> int | None:
-    """Return the rank of the adapters that were trained; None: the model itself was."""
+    """Return the rank of the trained adapters; None if the model itself was trained."""
     rank = run.config.get("lora", {}).get("r")
     return rank if isinstance(rank, int) else None
 
 
 def _best_step(run: RunFiles) -> int | None:
-    """Return the step of the model, where that is the best and not the last one."""
+    """Return the step of the model if that is the best and not the last one."""
     steps = [row["step"] for row in run.events if row["event"] == "best"]
     return steps[-1] if steps and run.config.get("eval", {}).get("load_best") else None
 
@@ -59,7 +59,7 @@ def _data(run: RunFiles, is_merged: bool) -> str:
 
 
 def _model(run: RunFiles) -> tuple[str, bool]:
-    """Return what the base model is called, and whether that is a name of the hub."""
+    """Return the name of the base model, and whether it is a name of the hub."""
     return model_name(str(run.config.get("model", {}).get("path", "a model")))
 
 
@@ -106,7 +106,7 @@ def _training(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _sequences(train: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    """Return the sequences of a step; runs of older versions have not written how many tokens it has."""
+    """Return the sequences of a step; runs of older versions do not record the tokens of a step."""
     tokens, seq_len = train.get("tokens_per_step"), data.get("seq_len")
     if isinstance(tokens, int) and isinstance(seq_len, int):
         return tokens // seq_len
@@ -144,7 +144,7 @@ def _hardware(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _filled(run: RunFiles) -> float:
-    """Return the share of the planned tokens that were of the data: steps are logged without padding."""
+    """Return the share of real data in the planned tokens, since steps are logged without padding."""
     tokens, batch = run.rows[-1].get("tokens"), run.plan.get("batch")
     planned = batch.get("tokens") if isinstance(batch, Mapping) else None
     if not (isinstance(tokens, int) and isinstance(planned, int) and planned and run.step):
@@ -154,7 +154,7 @@ def _filled(run: RunFiles) -> float:
 
 
 def plan_and_fact(run: RunFiles) -> Iterator[tuple[str, str, str]]:
-    """Yield what was planned and what was seen, as text."""
+    """Yield planned and measured values as text."""
     plan = run.plan
     if not plan or not run.rows:
         return
@@ -185,7 +185,7 @@ def _settings(run: RunFiles) -> Iterator[tuple[str, Any]]:
 
 
 def _is_path(value: object) -> bool:
-    """Whether paths are in a value: they say something of a machine, and nothing of the model."""
+    """Return whether a value holds paths, which describe a machine and not the model."""
     if isinstance(value, Mapping):
         return any(map(_is_path, value.values()))
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
-"""Reads a run directory as plain values: what its report, its page, its tables and its model card show.
+"""A run directory as plain values, for its report, its page, its tables and its model card.
 
-Only files are read, and none is needed but `config.yaml`: a run may be going on, or have ended anyhow.
+Only files are read, and none is needed but `config.yaml`: a run may go on, or have ended in any way.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from megatrain.train.records.shareable import shareable, without_home
 _ENDS = {"end": "done", "stop": "stopped", "error": "failed"}
 _BEGINS = ("start", "resume")
 _SILENT_S = 120.0
-"""A run that has written nothing for so long, and for ten of its steps, is no longer said to be running."""
+"""The seconds of silence (and ten steps at least) after which a run is no longer said to be running."""
 
 _YEAR_9999_S = 2.5e11
 _LARGEST = 1e300
 
 _AT_END = 10
-"""Rows over which the last loss is averaged."""
+"""The number of rows over which the last loss is averaged."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What the files of a run say."""
+    """The contents of the files of a run."""
 
     path: Path
     config: Mapping[str, Any]
-    """By section, as `shareable` shows them."""
+    """The settings by section, as `shareable` shows them."""
     environment: Mapping[str, Any]
     plan: Mapping[str, Any]
-    """Empty: there is none."""
+    """The plan; empty if there is none."""
     rows: Sequence[Mapping[str, Any]]
-    """Of `metrics.jsonl`, by step."""
+    """The rows of `metrics.jsonl`, by step."""
     events: Sequence[Mapping[str, Any]]
-    """Of `events.jsonl`, by time."""
+    """The rows of `events.jsonl`, by time."""
     written_s: float
-    """When the run last wrote, in seconds since 1970."""
+    """The time of the run's last write, in seconds since 1970."""
     has_model: bool
     is_in_use: bool
-    """Whether a process holds its lock, or that cannot be told."""
+    """Whether a process holds its lock, or whether that cannot be told."""
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The name of the run."""
         return self.path.resolve().name
 
     @cached_property
     def num_steps(self) -> int | None:
-        """Steps of the whole run; None: not known."""
+        """The number of steps of the whole run; None if unknown."""
         told = [row.get("steps") for row in self.events if row.get("event") in _BEGINS]
         steps = told[-1] if told else self.config.get("train", {}).get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def step(self) -> int:
-        """Steps that have a row."""
+        """The number of steps that have a row."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def state(self, now_s: float | None = None) -> str:
-        """Return `done`, `stopped`, `failed`, `running`, `killed`, or `silent`: it may hang."""
+        """Return `done`, `stopped`, `failed`, `running`, `killed`, or `silent` if it may hang."""
         ends = [row["event"] for row in self.events if row["event"] in (*_ENDS, *_BEGINS)]
         if ends and ends[-1] in _ENDS:
             return _ENDS[ends[-1]]
@@ -86,13 +86,13 @@ class RunFiles:
 
     @cached_property
     def step_s(self) -> float:
-        """Median seconds of a step; 0: there is none. The first step allocates, and counts only if alone."""
+        """The median seconds of a step, 0 without one. The first step allocates, and counts only if alone."""
         times = self.numbers("seconds")
         return median(times[1:] or times) if times else 0.0
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Tokens of the steps over their time, the first left out; 0: there is none."""
+        """The tokens of the steps over their time, without the first; 0 if there is none."""
         rows = self.rows[1:] or self.rows
         pairs = [(row.get("tokens_per_s"), row.get("seconds")) for row in rows]
         seconds = sum(s for rate, s in pairs if rate and s)
@@ -100,12 +100,12 @@ class RunFiles:
 
     @property
     def last_loss(self) -> float | None:
-        """Mean of the last rows' losses."""
+        """The mean of the last rows' losses."""
         losses = self.numbers("loss")[-_AT_END:]
         return fmean(losses) if losses else None
 
     def numbers(self, name: str) -> list[float]:
-        """Return a column where it is known."""
+        """Return the known values of a column."""
         return [row[name] for row in self.rows if isinstance(row.get(name), (int, float))]
 
     def evaluations(self) -> dict[str, list[Mapping[str, Any]]]:
@@ -125,7 +125,7 @@ def read_run(path: Path) -> RunFiles:
     """Read a run directory.
 
     Raises:
-        OutputError: It is none.
+        OutputError: The path is no run directory.
     """
     directory = RunDirectory(path)
     with os_errors("read", path):
@@ -163,7 +163,7 @@ def _text(path: Path) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that a float holds."""
+    """Return whether a value is a number that a float holds."""
     is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_one and -_LARGEST < value < _LARGEST  # neither nan, nor an int that no float holds
 
@@ -177,7 +177,7 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
 
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of metrics without the values that are of another kind than a run writes."""
+    """Return a row of metrics without the values of types that a run does not write."""
     checks = dict.fromkeys(_NUMBERS, is_number) | dict.fromkeys(("waits", "lane_seconds"), _are_numbers)
     checks["bound"] = lambda value: isinstance(value, str)
     return {name: value for name, value in row.items() if name not in checks or checks[name](value)}
@@ -193,7 +193,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _plan(path: Path) -> dict[str, Any]:
-    """Read a plan; one that is not as a run writes it is none."""
+    """Read a plan; one in a form that no run writes counts as none."""
     plan = _json(path)
     pools, limits, model = plan.get("pools", []), plan.get("limits", {}), plan.get("model", {})
     is_sound = (
@@ -210,7 +210,7 @@ def _plan(path: Path) -> dict[str, Any]:
 
 
 def _environment(path: Path) -> dict[str, Any]:
-    """Return what is known of the machine, without the command line that older versions have kept."""
+    """Return the facts about the machine, without the command line that older versions have kept."""
     known = {name: value for name, value in _json(path).items() if name != "arguments"}
     return without_home(known)
 
@@ -224,7 +224,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 MOST_POINTS = 1000
-"""Of a curve; a longer one is averaged."""
+"""The largest number of points of a curve; a longer one is averaged."""
 
 _COLUMNS = (
     "loss",
@@ -242,7 +242,7 @@ _MOST_WAITS = 6
 
 
 def columns(run: RunFiles, most: int = MOST_POINTS) -> dict[str, Any]:
-    """Return the curves of a run by name, `step` and `tokens` among them; None where a value is not known."""
+    """Return the curves of a run by name, among them `step` and `tokens`; unknown values are None."""
     rows = run.rows
     size = max(1, math.ceil(len(rows) / most))
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]

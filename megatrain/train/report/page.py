@@ -1,4 +1,4 @@
-"""The page of a run: one file with data, style, script and plotly in it, that needs no network.
+"""The page of a run: one file that holds data, style, script and plotly, and needs no network.
 
 `page.js` draws what `page_data` returns, in the file as on the page that follows a live run.
 """
@@ -29,13 +29,13 @@ _log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 
 _MOST_EVENTS = 500
-"""The newest ones that are listed."""
+"""The largest number of listed events; the newest are listed."""
 
 _TIERS = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
 
 
 def is_plotly_there() -> bool:
-    """Say whether the extra `report` is installed."""
+    """Return whether the extra `report` is installed."""
     return find_spec("plotly") is not None
 
 
@@ -44,7 +44,7 @@ def plotly_file() -> Path:
     """Return the file of plotly.js of the installed package; the package itself is not imported.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     spec = find_spec("plotly")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -59,13 +59,13 @@ def write_report(path: Path, out: Path) -> None:
 
     Raises:
         ConfigError: plotly is not installed.
-        OutputError: It is no run directory, or the file cannot be written.
+        OutputError: The path is no run directory, or the file cannot be written.
     """
     write_bytes_durably(out, report_page(read_run(path)).encode())
 
 
 def leave_report(directory: RunDirectory) -> None:
-    """Write the report; a run is as good without it."""
+    """Write the report; a failure is only logged, since a run is as good without it."""
     if not is_plotly_there():
         _log.info("no report.html: plotly is not installed (pip install plotly)")
         return
@@ -79,12 +79,12 @@ def leave_report(directory: RunDirectory) -> None:
 def report_page(run: RunFiles) -> str:
     """Return the page with everything in it."""
     plotly = plotly_file().read_text(encoding="utf-8").replace("</script", "<\\/script")
-    data = json.dumps(page_data(run), allow_nan=False).replace("<", "\\u003c")  # no text ends the script
+    data = json.dumps(page_data(run), allow_nan=False).replace("<", "\\u003c")  # no text may end the script
     return _page(run.name, f"<script>{plotly}</script>\n<script>const DATA = {data};</script>")
 
 
 def live_page(run: RunFiles) -> str:
-    """Return the page that asks `data.json` for what is new."""
+    """Return the page that polls `data.json` for news."""
     return _page(run.name, '<script src="plotly.js"></script>\n<script>const DATA = null;</script>')
 
 
@@ -146,7 +146,7 @@ def page_data(run: RunFiles) -> dict[str, Any]:
 
 
 def facts_of(run: RunFiles, state: str) -> list[list[str]]:
-    """Return the few things to know first."""
+    """Return the few facts to know first."""
     steps = run.num_steps
     of = f" of {steps:,}" if steps else ""
     facts = [["state", state], ["steps", f"{run.step:,}{of}"]]
@@ -172,7 +172,7 @@ def facts_of(run: RunFiles, state: str) -> list[list[str]]:
 
 
 def _ranks(run: RunFiles) -> dict[str, Any] | None:
-    """Return how long each rank waited, and what ranks gave each other; None: there was one."""
+    """Return how long each rank waited, and the bytes that ranks exchanged; None for a single rank."""
     ranks = ranks_of(run)
     if ranks is None:
         return None
@@ -184,7 +184,7 @@ def _ranks(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _memory(run: RunFiles) -> list[dict[str, Any]]:
-    """Return the planned pools by tier, with the limit and what was seen."""
+    """Return the planned pools by tier, with the limit and the measured peak."""
     found = []
     for tier, title in _TIERS.items():
         pools = [pool for pool in run.plan.get("pools", ()) if pool["tier"] == tier and pool["nbytes"]]

@@ -1,6 +1,6 @@
-"""What the files of a run say of its ranks: how many, how long they waited, what they gave, who was lost.
+"""The ranks of a run according to its files: their number, their waits, their exchanges, and lost ranks.
 
-Rows are taken as they are only where they are as a run writes them.
+Rows that are not in the form that a run writes are ignored.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class RunRanks:
     """The ranks of a run of which some part was trained by several."""
 
     now: str
-    """How many there are, or were at last."""
+    """The present or last number of ranks."""
     waited_s: Sequence[float]
-    """For others within steps, by rank; empty: the run has not said it."""
+    """The seconds of waiting for others within steps, by rank; empty if the run has not recorded it."""
     nbytes: Sequence[tuple[str, int]]
-    """Of the first rank in a step, by what was given or got."""
+    """The bytes of the first rank in a step, by kind of exchange."""
     lost: Sequence[Mapping[str, Any]]
-    """Events: after each, ranks had ended that should not."""
+    """The events after each of which ranks had ended that should not."""
 
     @property
     def facts(self) -> list[list[str]]:
-        """Say it in short."""
+        """Return the facts in short."""
         facts = [["ranks", self.now]]
         if self.waited_s:
             least, most = format_wait(min(self.waited_s)), format_wait(max(self.waited_s))
@@ -46,7 +46,7 @@ class RunRanks:
 
 
 def ranks_of(run: RunFiles) -> RunRanks | None:
-    """Return what is known; None: the run has had one rank all along."""
+    """Return the known facts, or None if the run has always had one rank."""
     begins = [row for row in run.events if row["event"] in ("start", "resume")]
     lost = [row for row in run.events if row["event"] == "ranks"]
     if not lost and not any(isinstance(row.get("ranks"), int) for row in begins):

@@ -1,4 +1,4 @@
-"""Records a run from its first step to its end: events, who is told of them, and the report."""
+"""The recording of a run from its first step to its end: events, their listeners, and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERRUPTED = 130
 
 @contextmanager
 def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
-    """Write the events of what runs inside, its end included, and then the report.
+    """Write the events of the run inside, its end included, and then the report.
 
     Raises:
         OutputError: The events cannot be written. A report that cannot be written is a warning.
@@ -30,7 +30,7 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
             EventLog(directory.events, listen=alerts.tell) as events,
         ):
             run.events = events
-            if run.ranks is not None:  # its thread may have to end this process
+            if run.ranks is not None:  # the watching thread may have to end this process
                 run.ranks.watch.last_words = partial(_failed, run, RankError.exit_code)
             try:
                 run.tell("resume" if run.step else "start", steps=run.num_steps, **_of_ranks(run))
@@ -47,7 +47,7 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
 
 
 def _failed(run: Run, exit_code: int, text: str) -> None:
-    with suppress(OutputError):  # the first error is the one to tell
+    with suppress(OutputError):  # the first error is the one to report
         run.tell("error", text=text, exit_code=exit_code)
 
 

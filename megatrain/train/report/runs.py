@@ -20,14 +20,14 @@ from megatrain.train.report.words import event_text, model_name
 _log = logging.getLogger(__name__)
 
 _LEVELS = 2
-"""Folders below a given one in which runs are looked for."""
+"""The number of folder levels below a given one in which runs are looked for."""
 
 _EVENTS_SHOWN = 10
 _SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-"""Of the tokens that all runs have trained on: where their losses are compared."""
+"""The shares of the tokens that all runs have trained on at which their losses are compared."""
 
 _WINDOW = 0.05
-"""Share of these tokens before each place over which the loss is averaged: steps alone are noisy."""
+"""The share of these tokens over which the loss is averaged, since single steps are noisy."""
 
 _NOT_COMPARED = ("out", "log.", "checkpoint.resume")
 
@@ -36,8 +36,8 @@ def find_runs(places: Sequence[Path]) -> list[RunFiles]:
     """Return the runs that are, or are in, these directories; a damaged one among others is left out.
 
     Raises:
-        OutputError: A place holds none.
-        MegatrainError: One that was named cannot be read.
+        OutputError: A place holds no run.
+        MegatrainError: A run that was named cannot be read.
     """
     found: dict[Path, RunFiles] = {}
     for place in places:
@@ -109,7 +109,7 @@ def list_runs(places: Sequence[Path], *, as_json: bool = False) -> str:
 
 
 def show_run(place: Path, *, as_json: bool = False) -> str:
-    """Return a run in short: where it is, plan and fact, its last events."""
+    """Return a run in short: its state, plan and fact, its last events."""
     run = read_run(place)
     state = run.state()
     facts = facts_of(run, state)
@@ -131,7 +131,7 @@ def compare_runs(places: Sequence[Path], *, as_json: bool = False) -> str:
     """Return runs side by side: the settings that differ, losses at equal tokens, speed.
 
     Raises:
-        OutputError: There are fewer than two.
+        OutputError: There are fewer than two runs.
     """
     runs = find_runs(places)
     if len(runs) < 2:

@@ -1,7 +1,7 @@
-"""Shows a run on a page that follows it: read-only, for this machine alone.
+"""A server for a page that follows a run: read-only, and for this machine alone.
 
-Three addresses have an answer, each made here: no path of a request is looked up on the disk. A request whose
-Host is another name is refused, so that no page of the web can read a run through the browser.
+Only three addresses have an answer, each made here: no path of a request is looked up on the disk. A request
+whose Host is another name is refused, so that no page of the web can read a run through the browser.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ADDRESS = "127.0.0.1"
 
 
 REST = 4
-"""A long history takes long to read: this many times as long nobody reads it again."""
+"""The ratio of pauses to reading time, since a long history takes long to read."""
 
 
 class LiveData:
-    """The data of the page, as JSON; read anew only so often that the machine is left to the run."""
+    """The data of the page as JSON, which is read so rarely that the machine is left to the run."""
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Name the run directory."""
+        """Store the run directory."""
         self._run = run
         self._clock = clock
         self._lock = threading.Lock()
@@ -42,12 +42,12 @@ class LiveData:
         self._next_s = 0.0
 
     def get(self) -> bytes:
-        """Return what is known of the run.
+        """Return the data of the run.
 
         Raises:
-            OutputError: It is there no longer.
+            OutputError: The run is there no longer.
         """
-        with self._lock:  # one reads, however many look
+        with self._lock:  # one thread reads, however many look
             began_s = self._clock()
             if not self._content or began_s >= self._next_s:
                 self._content = b""
@@ -58,7 +58,7 @@ class LiveData:
 
 
 class RunServer(ThreadingHTTPServer):
-    """Serves the page of one run; `port` is where."""
+    """Serves the page of one run at `port`."""
 
     daemon_threads = True
 
@@ -67,11 +67,11 @@ class RunServer(ThreadingHTTPServer):
 
         Args:
             run: The run directory.
-            port: 0 takes one that is free.
+            port: The port; 0 takes a free one.
 
         Raises:
             ConfigError: plotly is not installed.
-            OutputError: It is no run directory, or the port is taken.
+            OutputError: The path is no run directory, or the port is taken.
         """
         read_run(run)
         plotly_file()
@@ -87,12 +87,12 @@ class RunServer(ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Return the port on which it listens."""
         return int(self.server_address[1])
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """Return the address to open in a browser."""
         return f"http://{ADDRESS}:{self.port}/"
 
 
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        with suppress(ConnectionError):  # who asked has gone
+        with suppress(ConnectionError):  # the client may have gone
             self.end_headers()
             self.wfile.write(content)
 

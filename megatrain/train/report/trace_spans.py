@@ -1,4 +1,4 @@
-"""Reads the first step of a `trace.json` that `megatrain trace` has written into the run directory."""
+"""Reader of the first step of a `trace.json` that `megatrain trace` has written into the run directory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from megatrain.train.planning.timeline import Span, thinned
 
 _FIRST = 1
-"""Process of the first rank."""
+"""The process number of the first rank."""
 _MOST_BYTES = 200 * 2**20
-"""Of a file that is read for one picture."""
+"""The largest size of a file that is read for one picture."""
 
 
 def trace_spans(path: Path) -> list[Span]:
-    """Return what the first rank's lanes did in the first traced step; nothing without a readable trace."""
+    """Return the spans of the first rank's lanes in the first traced step; none without a readable trace."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return []

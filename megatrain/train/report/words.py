@@ -30,7 +30,7 @@ def event_text(row: Mapping[str, Any]) -> str:
 
 
 def _lost(codes: Mapping[str, Any], sentences: Any, left: Any) -> str:
-    """Say how ranks have ended, the first one first, and how many go on."""
+    """Describe how ranks have ended, the first one first, and how many go on."""
     said = sentences if isinstance(sentences, Mapping) else {}
     ended = [f"rank {rank} {how_ended(code)}" for rank, code in codes.items()]
     first = next((f" ({said[rank]})" for rank in codes if said.get(rank)), "")
@@ -38,10 +38,10 @@ def _lost(codes: Mapping[str, Any], sentences: Any, left: Any) -> str:
 
 
 def model_name(place: str) -> tuple[str, bool]:
-    """Return what a model is called that is in a place, and whether that is a name of the hub.
+    """Return the name of the model in a place, and whether that is a name of the hub.
 
-    A directory is called by its last part; one of a run (`RUN/hf`, `RUN/checkpoints/step-*`) as the run is,
-    and the hub's cache by the name on the hub.
+    A directory is named by its last part; one of a run (`RUN/hf`, `RUN/checkpoints/step-*`) by the run, and
+    the hub's cache by the name on the hub.
     """
     if may_be_on_hub(place):
         return place, True
@@ -54,6 +54,6 @@ def model_name(place: str) -> tuple[str, bool]:
     elif path.name == "hf" and path.parent not in (
         Path.home(),
         Path("/"),
-    ):  # a user's name is none of a model
+    ):  # a user's name is not the model's
         path = path.parent
     return path.name, False

@@ -1,1 +1,1 @@
-"""What a checkpoint or a commit holds of a run, and what has changed since."""
+"""The contents of a run's checkpoint or commit, and the changes since."""

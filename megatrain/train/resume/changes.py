@@ -1,4 +1,4 @@
-"""Which settings of a run differ from those that its checkpoint was made with."""
+"""The settings of a run that differ from those of its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Name every setting that differs from a checkpoint's and bears on the numbers, as `key old -> new`."""
     now = flatten(shareable(config.model_dump(mode="json")))
     saved = shareable(saved)  # older ones have paths as they were given
-    # older ones lack newer settings; the tokens of a step follow from others that they have
+    # Older ones lack newer settings; the tokens of a step follow from settings that they have.
     derived = {"train.tokens_per_step": now["train.tokens_per_step"]}
     then = {key: _default(config, key) for key in now} | derived | flatten(saved)
     numeric = ("model.", "data.", "train.", "lora.", "optim.", "parallel.", "memory.head_chunk_tokens")
@@ -45,7 +45,7 @@ _LEFT_OPEN = (
     ("train.grad_accumulation", AUTO),
     ("data.seq_len", AUTO),
 )
-"""What is the checkpoint's where it is left open."""
+"""The settings that take the checkpoint's value where they are left open."""
 
 
 def _default(config: Config, key: str) -> Any:
@@ -54,15 +54,15 @@ def _default(config: Config, key: str) -> Any:
 
 
 def report_changes(config: Config, meta: Mapping[str, Any], model: PretrainedConfig | None = None) -> None:
-    """Say which settings differ from the checkpoint's, and what this version computes otherwise.
+    """Log the settings that differ from the checkpoint's, and what this version computes otherwise.
 
     Args:
-        config: Complete and checked.
-        meta: Of the checkpoint's manifest.
-        model: Its configuration; None: of no model.
+        config: The complete and checked settings.
+        meta: The record of the checkpoint's manifest.
+        model: The model's configuration; None if there is no model.
 
     Raises:
-        CheckpointError: The precision or the optimizer's state differs: the state is of another kind.
+        CheckpointError: The precision or the optimizer's state differs, so that the state is of another kind.
     """
     precision = meta["config"]["train"]["precision"]
     if precision != config.train.precision:

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, written and read back bit for bit.
+"""The contents of a run's checkpoint, written and read back bit for bit.
 
 The directory is a Hugging Face model (working weights, config, tokenizer) with the rest of the state beside
 it: `state/block-NNNNN.safetensors` holds remainders and moments (and their scales, where `optim.state` has
@@ -78,7 +78,7 @@ def write_state(engine: Engine, out: Path) -> None:
 
 
 def lend_state(engine: Engine) -> None:
-    """Lend what this node keeps to the first rank of all, which calls `write_state`."""
+    """Lend the state of this node to the first rank of all, which calls `write_state`."""
     engine.settle()
     for number in _trained(engine.host):
         with engine.host.borrow(number):
@@ -91,7 +91,7 @@ def _trained(host: HostState) -> list[int]:
 
 
 def has_state(source: Path) -> bool:
-    """Whether a directory holds what `write_state` writes."""
+    """Return whether a directory holds what `write_state` writes."""
     return (source / _STATE_DIR).is_dir()
 
 
@@ -113,7 +113,7 @@ def read_state(host: HostState, source: Path) -> None:
         names = matching_names(directory, ["block-*.safetensors"])
     for file in map(directory.joinpath, names):
         with read_safetensors(file) as tensors:
-            where |= dict.fromkeys(tensors, file)  # a run with other fragments has cut its files elsewhere
+            where |= dict.fromkeys(tensors, file)  # a run with other fragments has other files
     for number in _trained(host):
         with host.borrow(number, writes=True) as block:
             _read_block(block, source, where)
@@ -141,7 +141,7 @@ def _read_block(block: BlockState, source: Path, where: Mapping[str, Path]) -> N
 
 
 def compact_counts(counts: Mapping[str, int]) -> int | dict[str, int]:
-    """Write the updates per parameter as one number where, as nearly always, they agree."""
+    """Return the updates per parameter as one number where, as nearly always, they agree."""
     values = set(counts.values())
     return values.pop() if len(values) == 1 else dict(counts)
 

@@ -1,4 +1,4 @@
-"""The run's side of state on drives: whose state it is, what a commit holds, and whether to go on from it."""
+"""State on drives from the side of a run: its owner, the contents of a commit, and the resume from it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = Fa
     """Return the tiers of a run's state; None if it has no drives, or needs none and commits nothing there.
 
     Args:
-        config: Of the run.
-        choice: In force; None: what the settings say.
-        resumes: To go on from what is committed there.
+        config: The settings of the run.
+        choice: The choice in force; None takes what the settings say.
+        resumes: Whether the run resumes from what is committed there.
     """
     memory = config.memory
-    count = config.train.grad_accumulation if config.is_decided else 1  # before, only places are asked for
+    count = config.train.grad_accumulation if config.is_decided else 1  # else only places are asked for
     if not memory.drives:
         return None
     known = replace(Choice(lockstep=count), **(choice or config.choice).given)
@@ -63,7 +63,7 @@ def tiers_of(config: Config, choice: Choice | None = None, *, resumes: bool = Fa
 
 @contextmanager
 def drives_apart(config: Config) -> Iterator[Config]:
-    """Give a run that nobody keeps directories of its own on the drives, and remove them in the end.
+    """Give a temporary run directories of its own on the drives, and remove them at the end.
 
     Its few steps wear out nothing, however many the settings have.
     """
@@ -98,7 +98,7 @@ def held_by_nodes(config: Config, ranks: Ranks | None) -> list[list[int]]:
 
 
 def held_by(config: Config, node: int = 0, num_nodes: int = 1) -> list[int]:
-    """Return the steps of the run that a node's drives hold: committed, and prepared; -1: none.
+    """Return the run's committed and prepared step on a node's drives, -1 for none.
 
     Raises:
         CheckpointError: A record is damaged.
@@ -110,19 +110,19 @@ def held_by(config: Config, node: int = 0, num_nodes: int = 1) -> list[int]:
 def find_commit(
     config: Config, *, is_run: bool, held: Sequence[Sequence[int]], saved: int
 ) -> CommitRecord | None:
-    """Return what the run goes on from on its drives; None if it has no drives, or no newer step there.
+    """Return the commit from which the run resumes; None without drives, or without a newer step there.
 
-    State of another run is left to whoever opens the drives, who refuses.
+    State of another run is left to the code that opens the drives, which refuses it.
 
     Args:
-        config: Of the run.
-        is_run: Its directory is there. Without it, its state on the drives is what a removed run has left.
-        held: Of `held_by_nodes`, of which this is the first one.
-        saved: Step of the newest checkpoint; -1: there is none.
+        config: The settings of the run.
+        is_run: Whether its directory is there; otherwise state on the drives is of a removed run.
+        held: The steps that `held_by_nodes` returns, of which this node is the first.
+        saved: The step of the newest checkpoint; -1 if there is none.
 
     Raises:
-        CheckpointError: The record is damaged, or the nodes have no step in common, or there were one and are
-            several now, or the other way round.
+        CheckpointError: The record is damaged, the nodes have no step in common, or their number has changed
+            from or to one.
     """
     tiers, newest = tiers_of(config), max(committed for committed, _ in held)
     if tiers is None:
@@ -143,7 +143,7 @@ def find_commit(
         )
     steps = [[step for step in pair if step >= 0] for pair in held]
     common = newest_of_all(steps)
-    if common is None and newest > saved:  # what is prepared on some nodes alone, all go back from
+    if common is None and newest > saved:  # all go back from a step that only some nodes have prepared
         raise CheckpointError(nothing_in_common(steps, where))
     if common is None or common <= saved:
         return None
@@ -159,7 +159,7 @@ def _record(config: Config, node: int, num_nodes: int, name: str) -> CommitRecor
 
 
 def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
-    """Return the settings of a run that goes on from committed state, or as they are; see `layout_of`."""
+    """Return the settings of a run that resumes from committed state, or as they are; see `layout_of`."""
     if committed is None:
         return config
     changes = layout_of(committed, config)
@@ -169,7 +169,7 @@ def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
 def layout_of(committed: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Return settings of memory: `fragments`, where that is `auto`, as the committed state is laid out.
 
-    It is planned for as a run that commits: its state is on the drives already.
+    The run is planned as one that commits, since its state is on the drives already.
     """
     changes: dict[str, Any] = {"commit_every": config.memory.commit_every or 1}
     if config.memory.fragments == "auto":
@@ -178,7 +178,7 @@ def layout_of(committed: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def encode_buffers(model: nn.Module) -> dict[str, Any]:
-    """Return the buffers that are saved with a model as plain JSON values: nearly always few and small."""
+    """Return the saved buffers of a model as plain JSON values; they are nearly always few and small."""
     return {
         name: {
             "dtype": str(buffer.dtype).removeprefix("torch."),

@@ -1,1 +1,1 @@
-"""What a user sees of a run: what takes its time, the lines before the first step, progress."""
+"""The display of a run: its slow operations, the lines before the first step, and progress."""

@@ -1,4 +1,4 @@
-"""Says on standard error what a command takes its time for, after a while and again every few seconds."""
+"""Standard error shows what a command is busy with, after a while and again every few seconds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 AFTER_S = 2.0
-"""Seconds in which nothing is said: most of it is done by then."""
+"""The seconds of silence, in which most operations end."""
 
 EVERY_S = 10.0
-"""Seconds after which what still goes on is said again."""
+"""The seconds after which an operation that still goes on is shown again."""
 
 
 class Doing:
-    """Takes what is being done now, and says it if that still goes on after a while; later steps at once."""
+    """Receives the present operation, and shows it if it lasts; after a first line, others come at once."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class Doing:
         """Begin to count the seconds.
 
         Args:
-            name: What all lines begin with: the command.
-            say: Prints a line, on another thread too.
-            after_s: Seconds in which nothing is said; None: `AFTER_S`.
-            every_s: Seconds after which a line is said again; None: `EVERY_S`.
+            name: The name of the command, with which all lines begin.
+            say: The function that prints a line, on another thread too.
+            after_s: The seconds of silence; None means `AFTER_S`.
+            every_s: The seconds after which a line is repeated; None means `EVERY_S`.
         """
         self._name = name
         self._say = say
@@ -44,20 +44,20 @@ class Doing:
         self._has_ended = threading.Event()
 
     def __enter__(self) -> Doing:
-        """Wait for the time to speak."""
+        """Start the thread that waits for the time to speak."""
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say no more."""
+        """Stop the output."""
         self._has_ended.set()
         with self._lock:
             self._now = ""
 
     def __call__(self, doing: str) -> None:
-        """Take what is done now; nothing: there is no more to say."""
+        """Set the present operation; an empty text ends the output."""
         if not doing:
             self._has_ended.set()
         with self._lock:
@@ -66,7 +66,7 @@ class Doing:
                 self._print()
 
     def at_once(self, doing: str) -> None:
-        """Take what is done now, and say it: it is known to take a while."""
+        """Set the present operation and show it, since it is known to take a while."""
         with self._lock:
             self._now = self._told = doing
             self._said_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The steps of a run on the screen."""
+"""The progress of a run on the screen."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
-"""Seconds between two lines, where there is no bar."""
+"""The seconds between two lines, where there is no bar."""
 
 
 class _Lasting:
-    """A terminal that may be closed while a run goes on: what cannot be shown any more is not an error."""
+    """A terminal that may be closed while a run goes on: output that cannot be shown any more is no error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -46,7 +46,7 @@ class Progress:
 
     There is a line for the first step, the last one and those that were skipped, and else one per interval.
 
-    The time left counts the steps of this process only: those before a resume took none of its time.
+    The time left counts the steps of this process only, since those before a resume took none of its time.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Progress:
         """Start the clock.
 
         Args:
-            num_steps: steps of the whole run.
-            first_step: steps done before this process.
-            mode: `auto` takes a bar if `stream` is a terminal.
-            stream: where the bar is drawn; standard error if None.
-            clock: seconds, for tests.
+            num_steps: The number of steps of the whole run.
+            first_step: The number of steps done before this process.
+            mode: The form of display; `auto` takes a bar if `stream` is a terminal.
+            stream: The stream on which the bar is drawn; None means standard error.
+            clock: The clock in seconds, for tests.
         """
         self._num_steps = num_steps
         self._first_step = first_step
@@ -92,7 +92,7 @@ class Progress:
             self._bar = None
 
     def update(self, row: StepMetrics, *, is_last: bool = False) -> None:
-        """Show a step; the last one always."""
+        """Show a step; the last one is always shown."""
         if self._first_s is None:
             self._first_s, self._first_shown = self._clock(), row.step
         if self._mode == "none":
@@ -110,7 +110,7 @@ class Progress:
     def eta_s(self, step: int) -> float | None:
         """Return the seconds left after `step`, at the pace of this process; None before its second step.
 
-        The first one is left out: it allocates and compiles.
+        The first step is left out, since it allocates and compiles.
         """
         if self._first_s is None or step <= self._first_shown:
             return None
@@ -125,7 +125,7 @@ def _make_bar(stream: TextIO) -> RichProgress:
 
     numbers = TextColumn(
         "{task.fields[text]}", markup=False, table_column=Column()
-    )  # wraps: nothing is cut off
+    )  # lines wrap, so that nothing is cut off
     console = Console(file=cast(TextIO, _Lasting(stream)))
     return RichProgress(MofNCompleteColumn(), BarColumn(bar_width=20), numbers, console=console)
 

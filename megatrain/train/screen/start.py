@@ -1,4 +1,4 @@
-"""What a user reads before the first step: five lines, made from the plan before memory is taken."""
+"""The lines that a user reads before the first step, made from the plan before memory is taken."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def start_lines(
     evaluated: Sequence[int] = (),
     judged: int = 0,
 ) -> Iterator[str]:
-    """Yield what is trained, in which steps, what fits where, how fast it should be, and where results go.
+    """Yield the lines: model and data, steps, memory, the expected speed, and the place of the results.
 
     Args:
-        config: In which nothing is open.
-        planned: Its plan; None: the model cannot be counted, and two of the lines become one.
-        data: What is trained on, in a few words.
-        num_steps: Of the whole run.
-        first_step: Steps that an earlier process has done.
-        now: In local time, from which the end is foreseen.
+        config: The settings, in which nothing is open.
+        planned: The plan; None if the model cannot be counted, which makes two of the lines one.
+        data: The training data in a few words.
+        num_steps: The number of steps of the whole run.
+        first_step: The number of steps that an earlier process has done.
+        now: The local time, from which the end is foreseen.
         padding: The share of the tokens of a step that belong to no example: steps are logged without it.
-        ranks: That train together, in a few words; empty: there is one.
-        evaluated: Rows of each set that is evaluated on.
-        judged: Rows that are trained on, whose reference is computed before the first step unless it is kept,
-            and so is that of the others; 0: there is none.
+        ranks: The ranks that train together, in a few words; empty for a single one.
+        evaluated: The number of rows of each evaluation set.
+        judged: The number of training rows whose reference, like that of the evaluation rows, is computed
+            before the first step unless it is kept; 0 if there is none.
     """
     size = "" if planned is None else f" ({format_count(planned.request.anatomy.num_params)} parameters)"
     start = "from random weights, " if config.model.init == "random" else ""
@@ -67,7 +67,7 @@ def start_lines(
 
 
 def _step(config: Config, num_steps: int) -> str:
-    """Say how large a step is, as a product, and how many there are."""
+    """Describe the size of a step, as a product, and the number of steps."""
     train = config.train
     each = config.objective.rows.one
     rows = train.micro_batch_size
@@ -113,7 +113,7 @@ def _speed(plan: Plan, padding: float, num_steps: int, first_step: int, now: dat
 
 
 def _passes(planned: Planned, evaluated: Sequence[int], judged: int) -> Iterator[str]:
-    """Yield what passes without gradients take, beside the steps."""
+    """Yield the time of passes without gradients, beside the steps."""
 
     def seconds(rows: Sequence[int], most: int | None = None) -> str:
         size = planned.config.train.micro_batch_size
@@ -131,4 +131,4 @@ def _lasting(seconds: float) -> str:
 
 
 _NO_OVERLAP = "everything in turn"
-"""The bound of a plan for a machine without a device: nothing runs beside anything else."""
+"""The bound of a plan for a machine without a device, where nothing overlaps."""
