@@ -65,7 +65,7 @@ def find_step(root: Path, step: int) -> Path | None:
     """Return the newest checkpoint of a step, whole or not; None: there is none.
 
     Raises:
-        CheckpointError: As `find`.
+        CheckpointError: The directory is refused, as by `find`.
     """
     return next((path for path in find(root) if step_of(path) == step), None)
 
@@ -111,7 +111,7 @@ def newest_whole(
     Args:
         root: The directory of the run's checkpoints.
         warn: Called with one sentence for each damaged checkpoint that is passed over.
-        digests: As in `verify`.
+        digests: A claim that digests are compared too, as in `verify`.
 
     Raises:
         CheckpointError: There are checkpoints, and none is whole; or the newest whole one is of a later

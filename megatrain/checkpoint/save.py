@@ -41,7 +41,7 @@ def save(
         write: Puts the files of the checkpoint into the directory that it is given, in subdirectories if it
             likes.
         meta: Plain JSON values with string keys for the manifest.
-        keep_last: How many steps to keep, 1 or more.
+        keep_last: The number of steps to keep, 1 or more.
         keep_too: Steps to keep beside these, however old.
 
     Returns:

@@ -21,8 +21,8 @@ def watch_idly(store: Store, timeout_s: float) -> None:
     """Return when the ranks that train have ended; the store may end with the first of them.
 
     Args:
-        store: Where they meet.
-        timeout_s: How long the store may be silent; the first of them twice as long.
+        store: The store where the ranks meet.
+        timeout_s: The time for which the store may be silent; the first of them twice as long.
 
     Raises:
         RankError: They were lost.

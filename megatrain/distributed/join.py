@@ -92,14 +92,15 @@ def join(
     until the others have ended: its node can take part after a restart.
 
     Args:
-        environment: Of this process, in which torchrun has told it who it is; interfaces are named in it.
-        timeout_s: As in `Ranks`; joining takes no longer either.
-        shards: As in `Places.of`.
+        environment: The environment of this process, in which torchrun says who it is; interfaces are named
+            in it.
+        timeout_s: The time limit, as in `Ranks`; joining takes no longer either.
+        shards: The number of shards of a row, as in `Places.of`.
         say: Is told once which processes are not needed.
-        device: Where the run computes, by `train.device`.
+        device: The device on which the run computes, by `train.device`.
 
     Raises:
-        ConfigError: As `Places.of`, `meet` and `Ranks`, there are too few accelerators, torchrun has not
+        ConfigError: `Places.of`, `meet` or `Ranks` refuses, there are too few accelerators, torchrun has not
             started this process though `WORLD_SIZE` is set, or the processes do not reach each other.
         RankError: This process was not needed, and the others were lost.
         SystemExit: It was not needed, and the others have ended.

@@ -86,8 +86,8 @@ def run_ranks(
     one ends them at once. After either nothing goes on.
 
     Args:
-        num_ranks: How many: a power of two.
-        arguments: Of the command line, without the number of ranks.
+        num_ranks: The number of ranks: a power of two.
+        arguments: The arguments of the command line, without the number of ranks.
         least: So many take part in every micro-batch: fewer cannot run.
         again: Returns the arguments with which the run goes on.
         tell: Is told how ranks have ended, and how many go on: 0, if none do.

@@ -63,8 +63,8 @@ def this_process(device: str, address: str | None) -> Comer:
     """Describe this process.
 
     Args:
-        device: Where the run computes, by `train.device`.
-        address: As in `Comer`.
+        device: The device on which the run computes, by `train.device`.
+        address: The address of this process, as in `Comer`.
     """
     kind, devices, problem = "cpu", [], ""
     try:
@@ -87,10 +87,10 @@ def meet(store: Store, mine: Comer, rank: int, size: int, local_size: int) -> Me
     """Wait until all processes have said who they are, and that they fit together.
 
     Args:
-        store: Where they meet.
+        store: The store where the processes meet.
         mine: This process.
-        rank: Of this process.
-        size: Of all.
+        rank: The rank of this process.
+        size: The number of all processes.
         local_size: On each node.
 
     Raises:

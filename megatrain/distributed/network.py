@@ -51,8 +51,8 @@ def name_interface(environment: MutableMapping[str, str], address: str) -> str |
     """Let libraries use the interface that has an address; return its name, or None where none has it.
 
     Args:
-        environment: Of this process, before any of them reads it.
-        address: Of this machine.
+        environment: The environment of this process, before any library reads it.
+        address: The address of this machine.
     """
     name = interface_of(address)
     if name is not None:

@@ -57,10 +57,10 @@ class Ranks:
         """Join the processes of `torch.distributed`, which is initialised.
 
         Args:
-            store: Its rendezvous store.
-            timeout_s: How long a rank may be silent, or keep others waiting, before all end.
+            store: The rendezvous store of these processes.
+            timeout_s: The time for which a rank may be silent, or keep others waiting, before all end.
             local_size: Ranks of a node, as many on each; None: all are on one.
-            backend: Of what they say to each other, such as `backend_of` returns; None: the default one.
+            backend: The backend of their exchanges, such as `backend_of` returns; None: the default one.
 
         Raises:
             ConfigError: They are no power of two, or the nodes are not as said.
@@ -239,7 +239,7 @@ class Ranks:
 
         Args:
             lane: In which.
-            device: Where the works' tensors are.
+            device: The device on which the works' tensors are.
             begin: Returns works of one backend.
 
         Raises:

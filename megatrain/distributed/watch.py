@@ -72,10 +72,10 @@ class Watch:
         """Say that this rank is there.
 
         Args:
-            store: That all ranks reach; the watch has this connection for itself.
+            store: The store that all ranks reach; the watch has this connection for itself.
             rank: Whose watch it is.
             size: Number of ranks.
-            timeout_s: How long a rank may be silent, or keep others waiting.
+            timeout_s: The time for which a rank may be silent, or keep others waiting.
         """
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._place = place_of(store)

@@ -170,7 +170,7 @@ def rank_kind(name: str) -> str | None:
     """Return the kind of accelerator of which each of several processes has one; None: they run on the CPU.
 
     Args:
-        name: Of the device, as in `check_accelerator`, or `auto`; others are the CPU's.
+        name: The device's name, as in `check_accelerator`, or `auto`; others are the CPU's.
 
     Raises:
         ConfigError: One of them is named.
@@ -188,8 +188,8 @@ def check_count(name: str, count: int) -> str | None:
     """Refuse more processes than there are accelerators for them, one each; return `rank_kind`.
 
     Args:
-        name: Of the device, as in `rank_kind`.
-        count: Of the processes on this computer, all of which see what this one does.
+        name: The device's name, as in `rank_kind`.
+        count: The number of processes on this computer, all of which see what this one does.
 
     Raises:
         ConfigError: There are fewer, or one of them is named.
@@ -214,9 +214,9 @@ def own_index(kind: str, seen: Sequence[Sequence[str]], place: int) -> int:
     each takes the first that it sees.
 
     Args:
-        kind: Of the accelerators.
+        kind: The kind of the accelerators.
         seen: By process, the `identities` of those that it sees.
-        place: Of the process.
+        place: The process's place among those of the computer.
 
     Raises:
         ConfigError: There are too few, or two processes were given the same one.

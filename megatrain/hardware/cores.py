@@ -43,7 +43,7 @@ def physical_cores(cpus: Iterable[int], system: Path = SYSTEM) -> list[list[int]
 
     Args:
         cpus: By number.
-        system: Where the kernel describes them.
+        system: The directory in which the kernel describes the CPUs.
 
     Returns:
         The CPUs of each core. The cores of a socket are behind one another, and in it those of a NUMA node.
@@ -71,10 +71,10 @@ def own_part(cpus: Iterable[int], place: int, number: int, system: Path = SYSTEM
     processes, their threads are shared out, and where these are too few, as many processes have each.
 
     Args:
-        cpus: Of all these processes, by number.
-        place: Of this process among them.
-        number: Of the processes.
-        system: Where the kernel describes the CPUs.
+        cpus: The numbers of the CPUs of all these processes.
+        place: The place of this process among them.
+        number: The number of processes.
+        system: The directory in which the kernel describes the CPUs.
     """
     parts = physical_cores(cpus, system)
     if len(parts) < number:

@@ -50,7 +50,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
     end in any order: the last one to end puts back what was there before the first.
 
     Raises:
-        ConfigError: As `set_environment`.
+        ConfigError: The environment is refused, as by `set_environment`.
     """
     set_environment(device)
     with _shared("torch", _switched), ExitStack() as settings:

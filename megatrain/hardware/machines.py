@@ -62,7 +62,7 @@ def read_machine(path: Path, *, source: str) -> HardwareSpec:
     """Read a machine file; `source` names it in errors.
 
     Raises:
-        ConfigError: As `load_machine`.
+        ConfigError: The file is refused, as by `load_machine`.
     """
     return parse_machine(read_json(path, source=source), source=source)
 

@@ -1,4 +1,4 @@
-"""Which modules of a Hugging Face model stream, what stays resident, and what is refused.
+"""The blocks of a Hugging Face model: the modules that stream, those that stay resident, and refusals.
 
 A streamed block is an element of a ModuleList whose elements are all decoder layers in transformers' own
 sense (`GradientCheckpointingLayer`, or a class named in `_no_split_modules`); classes may be mixed. A model

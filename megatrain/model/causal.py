@@ -31,7 +31,7 @@ def refuse_encoder(config: PretrainedConfig) -> None:
     """Refuse a configuration of a model whose tokens see those behind them.
 
     Args:
-        config: Of a causal language model as transformers names them; it is not changed.
+        config: The configuration of a causal language model as transformers names it; it is not changed.
 
     Raises:
         ModelError: It is that of an encoder.

@@ -28,7 +28,7 @@ def lay_out_blocks(model: PreTrainedModel, blocks: Sequence[Block], *, splits: b
     """Lay out every block.
 
     Args:
-        model: Of any device.
+        model: The model, on any device.
         blocks: All of its blocks.
         splits: Weights are kept as bf16 and a remainder, but for those that the model keeps in fp32;
             otherwise all are fp32.

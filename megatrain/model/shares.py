@@ -1,4 +1,4 @@
-"""What of a step's loss a micro-batch has: of the loss of tokens, and of what models add to it."""
+"""The share that a micro-batch has of a step's loss: of the loss of tokens, and of what models add to it."""
 
 from __future__ import annotations
 

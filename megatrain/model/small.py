@@ -102,7 +102,7 @@ def try_small_model(config: PretrainedConfig, use: Callable[[PreTrainedModel], T
     The caller's random state is untouched, and the model has the same values each time.
 
     Args:
-        config: Of a causal language model; it is not changed.
+        config: The configuration of a causal language model; it is not changed.
         use: Is given the model, in evaluation mode, in fp32 on the CPU. If it cannot run the model, it is
             given one that was made in another way.
 

@@ -49,7 +49,7 @@ def adapt(model: PreTrainedModel, adaptation: Adaptation) -> None:
 
     Args:
         model: With weights, or without: then `initialise` comes once it has memory.
-        adaptation: What is trained.
+        adaptation: The description of what is trained.
 
     Raises:
         ConfigError: Names that the model does not have, or nothing is left to train.
@@ -175,10 +175,10 @@ def initialise(
     """Give adapters that `adapt` has made without memory the values with which PEFT begins.
 
     Args:
-        model: Its base has its weights.
+        model: The model, whose base already has its weights.
         read: Returns the fp32 value of a parameter.
         put: Writes a parameter.
-        seed: Of the draws; the same seed gives the same values, whatever the model's own seed.
+        seed: The seed of the draws; the same seed gives the same values, whatever the model's own seed.
     """
     adapted = model.__dict__.get(_KEPT)
     if adapted is None:
@@ -269,7 +269,7 @@ def adapter_config(model: PreTrainedModel, base: str) -> bytes:
 
     Args:
         model: With adapters.
-        base: Where their base is found: a directory or a hub id.
+        base: The place where their base is found: a directory or a hub id.
     """
     config = model.__dict__[_KEPT].peft_config[_NAME].to_dict()
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}

@@ -25,7 +25,7 @@ def why_not_apart(config: PretrainedConfig) -> str | None:
     """Say why documents in one row would see each other; None: they do not.
 
     Args:
-        config: Of the model, with its attention implementation.
+        config: The model's configuration, with its attention implementation.
     """
     why = why_not_by_position(config)
     if why is not None:
@@ -43,7 +43,7 @@ def why_not_by_position(config: PretrainedConfig) -> str | None:
     """Say why a model knows where tokens are by more than their positions and a mask; None: by these alone.
 
     Args:
-        config: Of the model.
+        config: The model's configuration.
     """
     text_config = config.get_text_config()
     name = text_config.model_type

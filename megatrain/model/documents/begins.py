@@ -1,9 +1,9 @@
-"""Where documents begin in the rows of a micro-batch: read on the host, before positions go to the device.
+"""Reads on the host where documents begin in a micro-batch's rows, before positions go to the device.
 
-transformers reads it back from the device, which answers only when all work that was launched before is done:
-once for each mask, and under flash attention in every layer. And flash attention reads it of a single row
-only: in a micro-batch of several, documents of one row would see each other. So what makes masks is told
-whether there are any, and flash attention where each begins.
+transformers reads this back from the device, which answers only when all work launched before is done: once
+for each mask, and under flash attention in every layer. Flash attention also reads it of a single row only:
+in a micro-batch of several rows, documents of one row would see each other. So the makers of masks are told
+whether there are documents, and flash attention is told where each begins.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def read_documents(
     Positions that are on the device already are read from there only where flash attention has to be told.
 
     Args:
-        config: Of the model.
+        config: The model's configuration.
         args: Positional arguments; the first holds tokens.
-        kwargs: Those by name.
+        kwargs: The forward's arguments by name.
         part: Rows are shared out, and these are the parts of this number; None: whole rows.
 
     Returns:

@@ -1,1 +1,1 @@
-"""What a model costs: counted on fake tensors, traced and timed."""
+"""The cost of a model, which is counted on fake tensors, traced and timed."""

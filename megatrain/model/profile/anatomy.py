@@ -1,6 +1,6 @@
-"""What a model costs, per decoder layer and per fragment, for one micro-batch: the planner's view of a model.
+"""The cost of a model for one micro-batch, per decoder layer and per fragment: the planner's view of a model.
 
-Counted from the modules themselves on fake tensors by `model.profile.count`; nothing here is a rule of thumb.
+It is counted from the modules themselves on fake tensors by `model.profile.count`; no rule of thumb is used.
 """
 
 from __future__ import annotations

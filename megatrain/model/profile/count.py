@@ -51,14 +51,15 @@ def count_anatomy(
     """Count what a model costs for one shape of micro-batch.
 
     Args:
-        config: Of a causal language model.
+        config: The configuration of a causal language model.
         micro_batch_size: Rows.
         seq_len: Tokens of a row.
-        precision: How weights are kept, as in `attach`.
-        attn_implementation: As in transformers; None takes its default.
-        head_chunk_tokens: As in `attach`.
+        precision: The precision in which weights are kept, as in `attach`.
+        attn_implementation: The attention implementation, by its name in transformers; None takes the
+            default.
+        head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
         device_type: `cpu` or `accelerator`.
-        adaptation: What of the model is trained, adapters among it; None: all of it.
+        adaptation: The part of the model that is trained, adapters among it; None: all of it.
         is_packed: Rows are of several documents, which positions keep apart: `sdpa` gets a mask then.
         sequence: Ranks that share out the tokens of every row; what one of them computes is counted.
 
@@ -96,14 +97,14 @@ def count_sizes(
     """Count what a model costs in micro-batches of several sizes, each as `count_anatomy` does, in one run.
 
     Args:
-        config: As in `count_anatomy`, like all that follows.
+        config: The model's configuration; this and all that follows is as in `count_anatomy`.
         sizes: Rows of a micro-batch, a group of `alike`.
         seq_len: Tokens of a row.
-        precision: How weights are kept.
-        attn_implementation: As in transformers.
-        head_chunk_tokens: As in `attach`.
+        precision: The precision in which weights are kept.
+        attn_implementation: The attention implementation, by its name in transformers.
+        head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
         device_type: `cpu` or `accelerator`.
-        adaptation: What of the model is trained.
+        adaptation: The part of the model that is trained.
         is_packed: Rows are of several documents.
         sequence: Ranks that share out the tokens of every row.
 
@@ -137,10 +138,10 @@ def alike(
     loss pass in two or three chunks.
 
     Args:
-        config: Of the model.
+        config: The model's configuration.
         sizes: Rows of a micro-batch.
         seq_len: Tokens of a row, or of the part of it that one of several ranks has.
-        head_chunk_tokens: As in `attach`.
+        head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
     """
     chunk = head_chunk_tokens or chunk_tokens_of(config)
     groups: dict[int, list[int]] = {}

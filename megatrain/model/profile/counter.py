@@ -147,7 +147,7 @@ class Counter:
 
         Args:
             sizes: For which the count is wanted, a group of `alike`.
-            head_chunk_tokens: As in `attach`.
+            head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
 
         Returns:
             Tokens of a chunk of the head, with which these rows run as those of all sizes do.

@@ -126,7 +126,7 @@ def count_flops(model: PreTrainedModel, layers: Sequence[nn.Module]) -> ModelFlo
 
     Args:
         model: A causal LM, with parameters of any device.
-        layers: Its decoder layers, in forward order.
+        layers: The model's decoder layers, in forward order.
     """
     config = model.config.get_text_config()
     head = model.get_output_embeddings()

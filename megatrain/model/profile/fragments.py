@@ -1,4 +1,4 @@
-"""What the blocks of a model are to a plan: their kind, their sizes and their work."""
+"""The blocks of a model as a plan sees them: their kind, their sizes and their work."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""What operations read and write of device memory where a compiler joins those that it can into one kernel.
+"""A count of the device memory that operations read and write if a compiler fuses all that it can.
 
 Between two operations that are kernels of their own (matrix products, attention, lookups, sorts) all others
 form a group, as a compiler forms it: the group reads each tensor once that such a kernel has written, and
 writes only what a later one reads. What another group reads is made there again, from what it was made of.
 So a norm reads its input and writes what the projections read, and the copy in fp32 between costs nothing.
 
-A count of bytes, not a compiler: a real one may write more, as where a group is too long for one kernel.
+This is a count of bytes, not a compiler: a real one may write more, as where a group is too long for one
+kernel.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class KeptCounts:
         """Return what was kept under a key of `key_of`; None if there is nothing, or it is damaged.
 
         Args:
-            key: Its name.
+            key: The name of the entry.
             for_s: Seconds for which it is good; None: for ever.
         """
         file = self._file(key)
@@ -104,7 +104,7 @@ def key_of(config: bytes, **shape: object) -> str:
 
     Args:
         config: The model's config.json.
-        shape: What else was asked for, as plain values.
+        shape: The other values that the count depends on, as plain values.
     """
     return _hash(_text({"config": hashlib.sha256(config).hexdigest(), "shape": shape, "code": _code()}))
 

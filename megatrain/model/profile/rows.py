@@ -63,7 +63,7 @@ def of_size(value: Any, index: int, *, but: Sequence[str] = ()) -> Any:
 
     Args:
         value: Dataclasses, lists, tuples and dictionaries of numbers.
-        index: Of the size.
+        index: The index of the size.
         but: Fields of dataclasses that hold something else.
     """
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""What autograd saves of a layer on its way to the backward, and which of it `offload` takes to the host."""
+"""The tensors that autograd saves of a layer for the backward, and those that `offload` takes to the host."""
 
 from __future__ import annotations
 

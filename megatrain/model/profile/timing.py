@@ -62,16 +62,18 @@ def time_layers(
     Draws from no generator of the caller's.
 
     Args:
-        config: Of a causal language model, or of a larger model with one inside.
+        config: The configuration of a causal language model, or of a larger model with one inside.
         micro_batch_size: Rows.
         seq_len: Tokens of a row.
-        precision: How weights are kept.
-        attn_implementation: As in transformers; None takes its default.
-        adaptation: What of the model is trained; None: all of it.
-        sequence: As in `count_anatomy`; what ranks wait for each other is not in the times.
+        precision: The precision in which weights are kept.
+        attn_implementation: The attention implementation, by its name in transformers; None takes the
+            default.
+        adaptation: The part of the model that is trained; None: all of it.
+        sequence: The number of shards of a row, as in `count_anatomy`; the times leave out what ranks wait
+            for each other.
 
     Raises:
-        ModelError: As `count_anatomy`.
+        ModelError: The configuration is refused, as by `count_anatomy`.
     """
     counter = Counter.of(
         config,

@@ -163,12 +163,12 @@ def _attend(
     Args:
         inner: The model's own.
         reads_positions: It learns from positions where documents begin.
-        module: Its attention.
+        module: The module of the attention.
         query: (B, heads, T / S, D), with positions applied.
         key: (B, key heads, T / S, D).
-        value: As `key`.
-        attention_mask: Of whole rows.
-        given: What else the model says.
+        value: The values, in the form of `key`.
+        attention_mask: The mask of whole rows.
+        given: The other arguments that the model passes.
     """
     rows = _rows_of(getattr(module, "config", None))
     if rows is None:

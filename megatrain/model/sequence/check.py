@@ -45,7 +45,7 @@ def refuse_config(config: PretrainedConfig, number: int) -> None:
 
     Raises:
         ModelError: It looks along the row elsewhere than in attention.
-        ConfigError: Its heads cannot be shared out.
+        ConfigError: The model's heads cannot be shared out.
     """
     text = config.get_text_config()
     why = why_not_by_position(config)
@@ -72,7 +72,7 @@ def refuse_model(
 
     Args:
         model: In the mode in which it trains.
-        number: Of shards.
+        number: The number of shards.
         run: Calls the model, without gradients, on a batch with labels: returns its output.
         random_state: Returns the state of the generators from which the model draws.
 

@@ -26,8 +26,8 @@ def built_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model as transformers builds it for weights of `dtype`: some tensors have one of their own.
 
     Args:
-        model: Of any dtype; of one with adapters, the model inside is built.
-        dtype: Of the weights, which are on the meta device. Nobody may change what is returned.
+        model: The model, of any dtype; if it has adapters, the model inside is built.
+        dtype: The dtype of the weights, which are on the meta device. Nobody may change what is returned.
 
     Raises:
         ModelError: The class takes more than its configuration.

@@ -52,7 +52,7 @@ def export_weights(
         groups: Names of the parameters of each block, as in `model.named_parameters()`, each name once.
             They are read in this order.
         read: Returns the value of a parameter on the host; called once for each.
-        dtype: Of the value that `read` returns; that of the model's parameter when None.
+        dtype: The dtype of the value that `read` returns; that of the model's parameter when None.
         untouched: Tensors that the model has no place for, which are written as they are.
         max_shard_bytes: Size from which the weights are split into several files.
 

@@ -48,7 +48,7 @@ class ParameterSink(Protocol):
         """Write a value into a region of a parameter, or all of it when the region is empty.
 
         Args:
-            name: As in `model.named_parameters()`.
+            name: The parameter's name in `model.named_parameters()`.
             value: float32, bfloat16 or float16, of the region's shape; a view of a file, valid during the
                 call.
             region: Index of the part to write.
@@ -102,7 +102,7 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
     """Return the dtype of most of the weights of a model directory, as the headers of its files say.
 
     Raises:
-        ModelError: As `checkpoint_files`.
+        ModelError: The directory is refused, as by `checkpoint_files`.
     """
     sizes = Counter({torch.float32: 0})
     for source in _read_headers(checkpoint_files(path)).values():
@@ -179,7 +179,7 @@ class PlannedWeights:
         """Leave with the model what it has no place for, to be exported as it is, and say so.
 
         Raises:
-            ModelError: As `Untouched`.
+            ModelError: The tensors are refused, as by `Untouched`.
         """
         if self.untouched:
             self.model.__dict__[UNTOUCHED] = Untouched(self.untouched)

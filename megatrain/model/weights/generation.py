@@ -42,10 +42,10 @@ def stop_ids(path_or_id: str | Path, config: PretrainedConfig) -> list[int]:
 
     Args:
         path_or_id: A model directory, or the id of a model on the Hugging Face hub.
-        config: Of the model.
+        config: The model's configuration.
 
     Raises:
-        ModelError: As of `read_generation_config`.
+        ModelError: The settings are refused, as by `read_generation_config`.
     """
     if Path(path_or_id).is_dir():
         settings = read_generation_config(Path(path_or_id))

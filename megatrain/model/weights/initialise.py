@@ -23,7 +23,7 @@ def initialise_weights(model: PreTrainedModel, *, seed: int) -> None:
 
     Args:
         model: With every parameter bound to real float32 storage.
-        seed: Of the draws; the same seed gives the same weights.
+        seed: The seed of the draws; the same seed gives the same weights.
 
     Raises:
         ModelError: Neither the rules nor the constructors give a parameter its value.

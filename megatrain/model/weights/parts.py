@@ -23,8 +23,8 @@ def refuse_parts(config: PretrainedConfig, where: str = "") -> None:
     """Refuse a configuration whose causal language model is not the whole model.
 
     Args:
-        config: As it was read.
-        where: What the sentence begins with.
+        config: The configuration as it was read.
+        where: The words with which the sentence begins.
 
     Raises:
         ModelError: The model has parts that would be left out; they are named.

@@ -16,7 +16,7 @@ def refuse_quantised(values: dict[str, Any], where: str) -> None:
     """Refuse the values of a config.json, or a part of them, that say that weights are quantised.
 
     Args:
-        values: As they were read.
+        values: The values as they were read.
         where: The model, as it was given.
 
     Raises:

@@ -80,10 +80,11 @@ def build_skeleton(
     allocated or drawn, and the caller's random state is untouched.
 
     Args:
-        config: Of a causal language model; it is copied.
-        dtype: Of the parameters that have no dtype of their own: float32 or bfloat16. What transformers
-            always keeps in float32 is float32.
-        attn_implementation: As in transformers; None takes its default.
+        config: The configuration of a causal language model; it is copied.
+        dtype: The dtype, float32 or bfloat16, of the parameters that have no dtype of their own. What
+            transformers always keeps in float32 is float32.
+        attn_implementation: The attention implementation, by its name in transformers; None takes the
+            default.
 
     Raises:
         ModelError: transformers has no causal language model for the configuration, or cannot build it.

@@ -146,8 +146,8 @@ class Boundaries:
         """Decide for one layer.
 
         Args:
-            name: Of the layer, for messages.
-            offloaded: Where boundaries wait on the host.
+            name: The layer's name, for messages.
+            offloaded: The offloaded activations, among which boundaries wait on the host.
             on_host: This layer's wait there.
             drops: This layer's is made again by the layer before.
             is_source: The next layer's is, so this layer's calls are remembered.
@@ -175,10 +175,10 @@ class Boundaries:
         """Pack the boundary of the call that follows; None: it stays among the arguments.
 
         Args:
-            args: Of the call.
-            kwargs: Of the call.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments of the call.
             key: Names what the call saves.
-            last: Of the pass.
+            last: The last call of the pass.
             is_trained: Something of the layer is, so it has a backward whatever its boundary wants.
         """
         if not self._packs:
@@ -209,7 +209,7 @@ class Boundaries:
         """Return the call that follows if the next layer may ask for it.
 
         Args:
-            packed: Its arguments.
+            packed: The packed arguments of the call.
             kwargs: Likewise, by name.
             micro_batch: Number within the round.
             run: Runs the layer once more.

@@ -57,7 +57,7 @@ class OffloadedActivations:
         """Start empty.
 
         Args:
-            lanes: Where copies run.
+            lanes: The lanes in which copies run.
             limit_bytes: Host memory for saved tensors, at most; None: any number of bytes.
             min_bytes: Tensors in smaller storages stay on the device: starting a copy costs more time than
                 their memory is worth.
@@ -178,7 +178,7 @@ class OffloadedActivations:
         """Start to write what a visit's `flush` copies on to the drives.
 
         Args:
-            key: Of the visit.
+            key: The key of the visit.
             what: Names it, for messages.
         """
         visit = self._visits.get(key)

@@ -120,7 +120,7 @@ class Staging:
 
         Args:
             staged: The visit.
-            label: Of what it has saved, for the record and for messages.
+            label: The label of what the visit has saved, for the record and for messages.
             waits: It is needed now: a buffer is found in any case, if need be that of what was read ahead
                 for later, which will be read once more.
         """

@@ -51,7 +51,7 @@ class Recomputation:
         """Prepare a call of `run`.
 
         Args:
-            name: Of what is called, for messages.
+            name: The name of what is called, for messages.
             run: Is called twice, and leaves its arguments as they are.
             device: From whose generator it may draw, beside the CPU's.
             bring: Returns the arguments by position for the second run; None: those of the first are kept.

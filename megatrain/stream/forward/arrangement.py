@@ -73,9 +73,9 @@ class Arrangement:
 
         Args:
             model: Whose blocks these are.
-            binding: Its blocks and state.
-            lanes: Where things run.
-            choice: What is decided; resolved.
+            binding: The model's blocks and state.
+            lanes: The lanes in which operations run.
+            choice: The resolved choice.
             activation_bytes: Host memory that saved activations may take; None: any number.
 
         Raises:
@@ -341,10 +341,10 @@ def places_of(
 
     Args:
         choice: For this model.
-        blocks: Of the model.
-        layouts: Of the blocks.
-        num_micro_batches: Of a step whose updates may use them up; None: if they wait at all, and if there
-            are several rounds.
+        blocks: The model's blocks.
+        layouts: The layouts of the blocks.
+        num_micro_batches: The number of micro-batches of a step whose updates may use the gradients up; None:
+            the places are those of gradients that wait, in a step of several rounds.
     """
     totals = BlockTotals(layout.sizes for layout in layouts)
     residency = _residency(choice, blocks, layouts)

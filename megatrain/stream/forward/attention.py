@@ -92,7 +92,7 @@ def chosen_kernels(model: PreTrainedModel, device: torch.device, *, repeats: boo
 
     Args:
         model: Makes no long attention mask, and reads no positions back from the device for one.
-        device: Where it computes.
+        device: The device on which the model computes.
         repeats: Every operation gives the same bits in every run, or raises.
     """
     with ExitStack() as settings:

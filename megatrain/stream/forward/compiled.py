@@ -121,7 +121,7 @@ class Compiler:
 
         Args:
             module: The block.
-            inner: Its own forward; None: that of its class.
+            inner: The module's own forward; None: that of its class.
         """
         if inner is not None and getattr(inner, "__func__", None) is not type(module).forward:
             self.warn_once(type(module).__name__, "their forward is replaced on the instance")

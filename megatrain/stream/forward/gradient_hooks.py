@@ -75,7 +75,7 @@ def refuse_hooks(name: str, parameter: nn.Parameter, *, is_shared: bool = False)
     """Refuse hooks that never could be run.
 
     Args:
-        name: Of the parameter.
+        name: The parameter's name.
         parameter: With its hooks.
         is_shared: Ranks share out rows, so each has a part of a micro-batch's gradient.
 

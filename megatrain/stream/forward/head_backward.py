@@ -72,8 +72,8 @@ class Cut:
 
         Args:
             hidden: The last layer's output, which wants a gradient.
-            weights: Of blocks that the head uses and others may use too, such as a tied embedding: what the
-                head adds to their gradients waits for the rest.
+            weights: The weights of blocks that the head uses and others may use too, such as a tied
+                embedding: what the head adds to their gradients waits for the rest.
         """
         self._root, hidden, *weights = _Cut.apply(self._found, hidden, *weights)
         self._edges = [get_gradient_edge(tensor) for tensor in (hidden, *weights)]
@@ -115,9 +115,9 @@ class HeadBackward:
         Where it cannot, those after it in the round are put off too: their gradients come after its own.
 
         Args:
-            loss: Of the micro-batch.
-            cuts: Of the passes with gradients that it has made.
-            place: Of the micro-batch in the round.
+            loss: The loss of the micro-batch.
+            cuts: The cuts of the passes with gradients that the micro-batch has made.
+            place: The place of the micro-batch in the round.
             num_later: Micro-batches whose turns come later.
         """
         self._is_put_off = self._is_put_off and place > 0

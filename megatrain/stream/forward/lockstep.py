@@ -105,7 +105,7 @@ class Lockstep:
             in_succession: Each call runs to its end before the next one begins, the last one first.
 
         Raises:
-            BaseException: What a call raised; the others are unwound first.
+            BaseException: A call raised it; the other calls are unwound first.
         """
         assert self._hub is None, "micro-batches in lockstep do not run micro-batches in lockstep"
         results: dict[int, T] = {}

@@ -38,7 +38,7 @@ class MicroBatchSize(NamedTuple):
         """Read the arguments of a forward; None if they hold no tokens.
 
         Args:
-            named: What the forward is given.
+            named: The forward's arguments by name.
             parts: In which rows are shared out; these are one of each.
         """
         ids, embeds = named.get("input_ids"), named.get("inputs_embeds")

@@ -67,8 +67,8 @@ class ModelForward:
             model: Whose passes these are.
             arrangement: The parts that stream its blocks.
             watcher: Measures the steps.
-            rows: Those of a step that ranks share out; None: each has whole ones.
-            head_chunk_tokens: Of the head and the loss.
+            rows: The rows of a step that ranks share out; None: each has whole ones.
+            head_chunk_tokens: The number of tokens in a chunk of the head and the loss.
             micro_batch_size: Rows into which a larger batch of `model(**batch)` is split; None: never.
         """
         self._model = model
@@ -111,7 +111,7 @@ class ModelForward:
         Args:
             compiler: Runs the layers; None: they run as they are.
             sync: Called before anybody reads the model's state.
-            optimizer: What the engine trains with; others are refused.
+            optimizer: The kind of optimizer with which the engine trains; others are refused.
         """
         move_buffers(self._model, self._device)
         for number, layer in enumerate(self._arrangement.layers):
@@ -215,9 +215,9 @@ class ModelForward:
 
         Args:
             batch: Keyword arguments of the model's forward.
-            count: Its tokens of those over which the step's loss is averaged.
+            count: The number of this micro-batch's tokens over which the step's loss is averaged.
             total: All of these tokens.
-            num_micro_batches: Of the step, of all ranks.
+            num_micro_batches: The number of micro-batches of the step, of all ranks.
         """
         share = self._head.share_of(batch, count, total=total, num_micro_batches=num_micro_batches)
 

@@ -51,11 +51,11 @@ class OuterVisit(BlockVisit):
         Args:
             block: The embedding, or the head.
             executor: Opens and closes visits.
-            slots: Where the block's weights are then.
+            slots: The slots in which the block's weights are during the visit.
             micro_batch: Number within the round.
             begin_backward: Called when autograd reaches the block.
             until_end: Is closed when the pass's forward has ended.
-            backward: Of whom its gradients are.
+            backward: The backward to which the block's gradients belong.
         """
         super().__init__(block.index, micro_batch, self)
         self._attached = block
@@ -79,9 +79,9 @@ class OuterVisit(BlockVisit):
         """Run the module's own forward on the weights in the slot.
 
         Args:
-            inner: That forward.
-            args: Of the call.
-            kwargs: Of the call.
+            inner: The module's own forward.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments of the call.
             in_chunk: It runs again in the backward, so that autograd keeps nothing of it until then.
         """
         if in_chunk:
@@ -101,7 +101,7 @@ class OuterVisit(BlockVisit):
         which runs again in the backward, it saves nothing.
 
         Args:
-            in_chunk: As in `run`.
+            in_chunk: A claim that a chunk of the head asks, as in `run`.
 
         Raises:
             ModelError: In a recomputation, which nobody closes.
@@ -213,9 +213,9 @@ def refuse_calls_beside(
     """Refuse calls of an outer block's modules beside every pass, while its weights are on drives.
 
     Args:
-        block: Its modules are called by the model.
-        overrides: Of the model.
-        host: Where its weights are.
+        block: The outer block, whose modules the model calls.
+        overrides: The overrides of the model.
+        host: The state that holds the block's weights.
         current: Returns the pass that is going on.
     """
     if not isinstance(host, TieredState):

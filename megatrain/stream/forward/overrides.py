@@ -123,7 +123,7 @@ class Overrides:
         """Refuse a call of the decoder by something that has taken the place of the model's forward.
 
         Raises:
-            ModelError: What calls it would compute the loss from weights that the engine does not update.
+            ModelError: The caller would compute the loss from weights that the engine does not update.
         """
         if not self.is_own_forward():
             raise ModelError(

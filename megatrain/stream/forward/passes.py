@@ -70,7 +70,8 @@ class Pass:
 
         Args:
             output: Hidden states, or a tuple that begins with them.
-            cuts: Of the step's call that makes the pass; None: somebody else does, and runs the backward.
+            cuts: The cuts of the step's call that makes the pass; None: somebody else does, and runs the
+                backward.
         """
         self.is_in_head = True
         cut = Cut()

@@ -89,7 +89,7 @@ class Turns:
         Args:
             place: Number within the round.
             call: Runs the model on a micro-batch.
-            seed: Of torch's generators; None: they go on.
+            seed: The seed of torch's generators; None: they go on.
         """
         with self._turn(place, seed, with_gradients=False):
             return call()
@@ -100,7 +100,7 @@ class Turns:
         Args:
             place: Number within the round.
             call: Returns the loss of a micro-batch; it is not scaled here.
-            seed: Of torch's generators; None: they go on.
+            seed: The seed of torch's generators; None: they go on.
 
         Returns:
             The loss, detached, and where the rest of its backward begins.

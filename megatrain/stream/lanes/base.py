@@ -98,8 +98,8 @@ class Lanes(ABC):
         """Run `function` in `lane`, after everything that the buffers require.
 
         Args:
-            lane: Where it runs. `function` may run later and in another thread, without grad mode.
-            function: What to do; it keeps alive what it uses.
+            lane: The lane that runs it. `function` may run later and in another thread, without grad mode.
+            function: The work to do; it keeps alive what it uses.
             reads: Buffers that it reads.
             writes: Buffers that it writes.
             work: Bytes that cross the link (FETCH, OFFLOAD, SAVE, RESTORE), bytes of host memory (HOST), or
@@ -107,7 +107,7 @@ class Lanes(ABC):
             label: In the record, as `str` shows it when somebody reads that.
 
         Raises:
-            BaseException: What an earlier function of any lane raised; nothing is enqueued then, and nothing
+            BaseException: An earlier function of any lane raised it; nothing is enqueued then, and nothing
                 that was enqueued before this call begins any more.
         """
         self._raise_failure()
@@ -131,7 +131,7 @@ class Lanes(ABC):
         the buffers are there.
 
         Raises:
-            BaseException: As `enqueue`.
+            BaseException: An earlier function raised it, as for `enqueue`.
         """
         assert lane in self._open_spans, f"begin is for work of the launching thread, not for {lane.value}"
         self._raise_failure()
@@ -170,14 +170,14 @@ class Lanes(ABC):
         """Block until every lane has done what was enqueued so far.
 
         Raises:
-            BaseException: What a function raised and nobody was told.
+            BaseException: A function raised it and nobody was told.
         """
 
     def close(self) -> None:
         """Finish all work and end the lanes; a second call does nothing.
 
         Raises:
-            BaseException: As `drain`; the lanes have ended all the same.
+            BaseException: A function raised it, as for `drain`; the lanes have ended all the same.
         """
         self.drain()
 

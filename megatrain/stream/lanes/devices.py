@@ -74,7 +74,7 @@ def compute_device(name: str) -> torch.device:
     """Return where the tensors of a device of that name are; emulated ones are on the CPU.
 
     Raises:
-        ConfigError: As `check_device`.
+        ConfigError: The device is refused, as by `check_device`.
     """
     name = check_device(name)
     return torch.device("cpu") if _is_cpu(name) else check_accelerator(name)

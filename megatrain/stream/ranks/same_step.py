@@ -27,8 +27,8 @@ class SameStep:
         """Refuse a step that another rank would take in another way: they would wait for each other.
 
         Args:
-            spec: Of the program.
-            visits: Of the whole step; not changed afterwards, as `spec`.
+            spec: The specification of the step's program.
+            visits: The visits of the whole step; like `spec`, they are not changed afterwards.
 
         Raises:
             ConfigError: One would; on every rank.

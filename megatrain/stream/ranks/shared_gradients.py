@@ -148,8 +148,8 @@ class SharedGradients:
         """Make a resident block's working weights new on this device, of which every rank has a share.
 
         Args:
-            block: Its number.
-            working: Its working bytes on the device, of which this rank has updated its share.
+            block: The number of the block.
+            working: The block's working bytes on the device, of which this rank has updated its share.
         """
         layout = self._layouts[block]
         self.ranks.gather_shares(
@@ -199,9 +199,9 @@ class SharedGradients:
         """Round this rank's share of a complete sum to where it is kept, and sum its squares.
 
         Args:
-            block: Its number.
+            block: The number of the block.
             sums: (num_state,) fp32, as `exchange` leaves it.
-            kept: Where the share's bf16 and its fp32 part come, each as long as its range.
+            kept: The places for the share's bf16 and its fp32 part, each as long as its range.
         """
         cut, share, layout = self._cuts[block][self.ranks.rank], self.shares[block], self._layouts[block]
         first = self._starts[block]
@@ -226,8 +226,8 @@ class SharedGradients:
         Each rank sends its share to those in its place on the other nodes, and fills in theirs.
 
         Args:
-            block: Its number.
-            working: Its working bytes, of which this rank has updated its share.
+            block: The number of the block.
+            working: The block's working bytes, of which this rank has updated its share.
         """
         ranks, layout = self.ranks, self._layouts[block]
         if ranks.num_nodes > 1:
@@ -269,13 +269,13 @@ def _take(
     """Join a piece of a share with the sums of earlier rounds, and put it where it belongs.
 
     Args:
-        sums: This rank's sum, as in `SharedGradients.exchange`.
-        shares: This rank's shares of partial sums, as there.
-        places: Where the share begins in a sum, and in `shares`.
-        joined: The places in the stack of what joins the sum.
-        completes: The gradient is complete then.
-        start: Where the piece begins in the share.
-        found: Its sums, one of each shard of rows.
+        sums: The sums of earlier rounds, as in `exchange`.
+        shares: The memory of complete shares, as in `exchange`.
+        places: The places where the share begins in a sum, and in `shares`.
+        joined: The places, in the stack of sums, of what joins them.
+        completes: Whether the gradient is complete then.
+        start: The start of the piece, in the share.
+        found: The sums of the piece, one of each shard of rows.
     """
     first, column = (place + start for place in places)
     columns = slice(column, column + len(found[0]))

@@ -41,10 +41,10 @@ def owned_sums(
     They are added up by a balanced tree in the order of the ranks that have the shard.
 
     Args:
-        ranks: That call this together.
-        exchange: How many they are.
+        ranks: The ranks that call this together.
+        exchange: The exchange, which knows how many they are.
         mine: (sum(counts),) this rank's tensor. Of what this rank owns, what was taken is no more read.
-        counts: How many elements each rank owns.
+        counts: The number of elements that each rank owns.
         take: Is given each piece, which lasts as long as the call.
     """
     owned = [range(*pair) for pair in pairwise([0, *accumulate(counts)])]
