@@ -17,64 +17,36 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from megatrain.optim.vectors import F32, F64, I32, VectorLanes, address
+from megatrain.optim.vectors import F32, F64, Arguments, VectorLanes, vector_code
 
 WIDTH = 16
 """Elements per vector: 64 bytes of fp32, a cache line."""
 _logger = logging.getLogger(__name__)
 
 
-def _sum_squares(width: int) -> Callable[..., float]:
-    """Return an intrinsic that sums squares over [start, stop), whole vectors, in `width` fp64 lanes."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        start, stop, values = arguments
-        zeros = ir.Constant(ir.VectorType(F64, width), [0.0] * width)
-        lanes = cgutils.alloca_once_value(builder, zeros)
-        step = ir.Constant(start.type, width)
-        with cgutils.for_range_slice(builder, start, stop, step, start.type) as (index, _):
-            pointer = address(context, builder, signature.args[2], values, index)
-            numbers = VectorLanes.load(builder, pointer, width).widen_twice()
-            total = numbers.times_plus(numbers, VectorLanes(builder, builder.load(lanes)))
-            builder.store(total.value, lanes)
-        total = builder.load(lanes)
-        while total.type.count > 1:  # halves are added, so the order does not depend on the machine's vectors
-            half = total.type.count // 2
-            low, high = (
-                builder.shuffle_vector(
-                    total, total, ir.Constant(ir.VectorType(I32, half), list(range(first, first + half)))
-                )
-                for first in (0, half)
-            )
-            total = builder.fadd(low, high)
-        return builder.extract_element(total, I32(0))
-
-    def typed(typing: Any, start: Any, stop: Any, values: Any) -> Any:
-        return types.float64(start, stop, values), emit
-
-    return intrinsic(typed)
+@vector_code("start stop", returns=types.float64, values=None)
+def _sum_squares(arguments: Arguments) -> ir.Value:
+    """Sum squares over [start, stop), whole vectors, in as many fp64 lanes."""
+    builder, width = arguments.builder, arguments.width
+    start, stop = arguments["start"], arguments["stop"]
+    zeros = ir.Constant(ir.VectorType(F64, width), [0.0] * width)
+    lanes = cgutils.alloca_once_value(builder, zeros)
+    step = ir.Constant(start.type, width)
+    with cgutils.for_range_slice(builder, start, stop, step, start.type) as (index, _):
+        pointer = builder.gep(arguments["values"], [index])
+        numbers = VectorLanes.load(builder, pointer, width).widen_twice()
+        total = numbers.times_plus(numbers, VectorLanes(builder, builder.load(lanes)))
+        builder.store(total.value, lanes)
+    return VectorLanes(builder, builder.load(lanes)).reduce(VectorLanes.__add__)
 
 
-def _add(width: int) -> Callable[..., None]:
-    """Return an intrinsic: `width` values at `index` are added to those of `sums`, and rounded to `out`'s."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, *arrays = arguments
-        values, sums, out = (
-            address(context, builder, array, value, index)
-            for array, value in zip(signature.args[1:], arrays, strict=True)
-        )
-        loaded = VectorLanes.load(builder, values, width).widen()
-        total = VectorLanes.load(builder, sums, width) + loaded
-        (total if out.type.pointee == F32 else total.to_bf16()).store(out)
-        return context.get_dummy_value()
-
-    def typed(typing: Any, index: Any, values: Any, sums: Any, out: Any) -> Any:
-        return types.none(index, values, sums, out), emit
-
-    return intrinsic(typed)
+@vector_code("index", values="index", sums="index", out="index")
+def _add(arguments: Arguments) -> None:
+    """Add values to those of `sums`, and round to the type of `out`."""
+    total = arguments.load("sums") + arguments.load("values").widen()
+    is_wide = arguments["out"].type.pointee == F32
+    arguments.store(out=total if is_wide else total.to_bf16())
 
 
 _sum_squares_vector, _sum_squares_one = _sum_squares(2 * WIDTH), _sum_squares(1)

@@ -19,9 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from megatrain.layout.pools import UPDATE_CHUNK_NUMEL
@@ -30,7 +27,7 @@ from megatrain.optim.masters import join_on_device, split_on_device
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 from megatrain.optim.updates import RangePlanes, Ranges, RangeStep
-from megatrain.optim.vectors import VectorLanes, address, fill_all
+from megatrain.optim.vectors import Arguments, vector_code
 
 
 def update_on_host(pool: WorkerPool, ranges: Ranges) -> None:
@@ -109,38 +106,19 @@ def _update_chunk(
     split_on_device(master, working, remainder, scratch=step)
 
 
-def _update_lanes(width: int) -> Callable[..., None]:
-    """Return an intrinsic that updates `width` elements at `index`."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, scalars, *arrays = arguments
-        working, remainder, momentum, gradient = (
-            None if array == types.none else address(context, builder, array, value, index)
-            for array, value in zip(signature.args[2:], arrays, strict=True)
-        )
-        grad_scale, decay, beta, weight, step_size = fill_all(builder, scalars, width)
-        mean = VectorLanes.load(builder, gradient, width).widen() * grad_scale
-        if momentum is not None:
-            before = VectorLanes.load(builder, momentum, width)
-            is_wide = before.value.type == mean.value.type
-            mean = mean * weight + before.widen() * beta
-            (mean if is_wide else mean.to_bf16()).store(momentum)
-        zero, one = mean.constant(0.0), mean.constant(1.0)
-        sign = mean.where(">", zero, one, mean.where("<", zero, mean.constant(-1.0), zero))
-        parameter = VectorLanes.load(builder, working, width)
-        if remainder is not None:
-            parameter = parameter.join(VectorLanes.load(builder, remainder, width))
-        parameter = parameter * decay + sign * step_size
-        if remainder is not None:
-            parameter, low = parameter.split()
-            low.store(remainder)
-        parameter.store(working)
-        return context.get_dummy_value()
-
-    def typed(typing: Any, index: Any, scalars: Any, working: Any, remainder: Any, m: Any, g: Any) -> Any:
-        return types.none(index, scalars, working, remainder, m, g), emit
-
-    return intrinsic(typed)
+@vector_code("index scalars", working="index", remainder="index", momentum="index", gradient="index")
+def _update_lanes(arguments: Arguments) -> None:
+    """Update parameters and their momentum at `index`."""
+    grad_scale, decay, beta, weight, step_size = arguments.fill("scalars")
+    mean = arguments.load("gradient").widen() * grad_scale
+    if arguments["momentum"] is not None:
+        before = arguments.load("momentum")
+        is_wide = before.value.type == mean.value.type
+        mean = mean * weight + before.widen() * beta
+        arguments.store(momentum=mean if is_wide else mean.to_bf16())
+    zero, one = mean.constant(0.0), mean.constant(1.0)
+    sign = mean.where(">", zero, one, mean.where("<", zero, mean.constant(-1.0), zero))
+    arguments.store_parameter(arguments.load_parameter() * decay + sign * step_size)
 
 
 _update_vector, _update_one = _update_lanes(WIDTH), _update_lanes(1)

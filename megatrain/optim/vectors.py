@@ -9,10 +9,14 @@ touch the files of the kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
@@ -141,24 +145,28 @@ class VectorLanes:
         """Return integers with zeros above, to 32 bits."""
         return self._convert("zext", I32)
 
-    def largest(self) -> ir.Value:
-        """Return the largest of signed integers."""
+    def halves(self) -> tuple[VectorLanes, VectorLanes]:
+        """Return the lower and the upper half of the elements."""
+        half = self.value.type.count // 2
+        low, high = (
+            ir.Constant(ir.VectorType(I32, half), list(range(first, first + half))) for first in (0, half)
+        )
+        shuffle = self.builder.shuffle_vector
+        return (
+            VectorLanes(self.builder, shuffle(self.value, self.value, low)),
+            VectorLanes(self.builder, shuffle(self.value, self.value, high)),
+        )
+
+    def reduce(self, combine: Callable[[VectorLanes, VectorLanes], VectorLanes]) -> ir.Value:
+        """Combine halves until one element is left, so the order does not depend on the machine's vectors."""
         lanes = self
         while lanes.value.type.count > 1:
-            half = lanes.value.type.count // 2
-            low, high = (
-                VectorLanes(
-                    self.builder,
-                    self.builder.shuffle_vector(
-                        lanes.value,
-                        lanes.value,
-                        ir.Constant(ir.VectorType(I32, half), list(range(first, first + half))),
-                    ),
-                )
-                for first in (0, half)
-            )
-            lanes = low.where(">", high, low, high)
+            lanes = combine(*lanes.halves())
         return self.builder.extract_element(lanes.value, I32(0))
+
+    def largest(self) -> ir.Value:
+        """Return the largest of signed integers."""
+        return self.reduce(lambda low, high: low.where(">", high, low, high))
 
     def where_positive(self, yes: VectorLanes, no: VectorLanes) -> VectorLanes:
         """Return `yes` where these are above zero, `no` elsewhere."""
@@ -217,14 +225,78 @@ class VectorLanes:
         return VectorLanes(self.builder, self.builder.call(callee, values))
 
 
-def address(context: Any, builder: ir.IRBuilder, array: Any, value: ir.Value, index: ir.Value) -> ir.Value:
-    """Return the address of an array's element; for intrinsics."""
-    return builder.gep(context.make_array(array)(context, builder, value).data, [index])
+class Arguments:
+    """The arguments of an intrinsic by their names, while its code is emitted for vectors of `width`."""
+
+    def __init__(self, builder: ir.IRBuilder, width: int, values: dict[str, ir.Value | None]) -> None:
+        self.builder = builder
+        self.width = width
+        self._values = values
+
+    def __getitem__(self, name: str) -> ir.Value:
+        """Return a plain argument, or the address in an array; None for an array that is None."""
+        return self._values[name]
+
+    def load(self, name: str) -> VectorLanes:
+        """Load a vector from an array."""
+        return VectorLanes.load(self.builder, self[name], self.width)
+
+    def store(self, **lanes: VectorLanes) -> None:
+        """Store a vector in each of these arrays."""
+        for name, vector in lanes.items():
+            vector.store(self[name])
+
+    def fill(self, name: str) -> list[VectorLanes]:
+        """Repeat each scalar of a tuple."""
+        return [
+            VectorLanes.fill(self.builder, self.builder.extract_value(self[name], position), self.width)
+            for position in range(self[name].type.count)
+        ]
+
+    def load_parameter(self) -> VectorLanes:
+        """Load parameters in fp32, from `working`, and `remainder` where that is given."""
+        working = self.load("working")
+        return working if self["remainder"] is None else working.join(self.load("remainder"))
+
+    def store_parameter(self, parameter: VectorLanes) -> None:
+        """Store parameters where `load_parameter` loads them."""
+        if self["remainder"] is not None:
+            parameter, low = parameter.split()
+            self.store(remainder=low)
+        self.store(working=parameter)
 
 
-def fill_all(builder: ir.IRBuilder, scalars: ir.Value, width: int) -> list[VectorLanes]:
-    """Repeat each scalar of a tuple."""
-    return [
-        VectorLanes.fill(builder, builder.extract_value(scalars, position), width)
-        for position in range(scalars.type.count)
-    ]
+def vector_code(
+    plain: str, returns: Any = types.none, **arrays: str | None
+) -> Callable[[Callable[[Arguments], Any]], Callable[[int], Any]]:
+    """Make a function that emits code into one that returns an intrinsic for vectors of a width.
+
+    Args:
+        plain: The names of the plain arguments, which come first.
+        returns: The type of what the intrinsic returns.
+        arrays: For each array the name of the plain argument that is the place of its address; None for the
+            array's beginning.
+    """
+    names = plain.split()
+
+    def made(code: Callable[[Arguments], Any], width: int) -> Any:
+        def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            values = dict(zip([*names, *arrays], arguments, strict=True))
+            kinds = signature.args[len(names) :]
+            for (name, place), kind in zip(arrays.items(), kinds, strict=True):
+                if kind == types.none:
+                    values[name] = None
+                    continue
+                array = context.make_array(kind)(context, builder, values[name])
+                values[name] = builder.gep(array.data, [I64(0) if place is None else values[place]])
+            found = code(Arguments(builder, width, values))
+            return context.get_dummy_value() if returns == types.none else found
+
+        def typed(typing: Any, *arguments: Any) -> Any:
+            return returns(*arguments), emit
+
+        parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("typing", *names, *arrays)]
+        typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return lambda code: lambda width: made(code, width)

@@ -20,13 +20,9 @@ codes and of the hash.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.optim.adamw.codes import (
@@ -42,18 +38,17 @@ from megatrain.optim.adamw.codes import (
 )
 from megatrain.optim.adamw.kernels import TILE, moments, parameter_vector
 from megatrain.optim.kernels import WIDTH, compile_kernel
-from megatrain.optim.vectors import F32, I8, I16, I32, I64, VectorLanes, address, fill_all
+from megatrain.optim.vectors import F32, I8, I16, I32, I64, Arguments, VectorLanes, vector_code
 
 
-def _random_bits(builder: ir.IRBuilder, noise: ir.Value, index: ir.Value) -> VectorLanes:
+def _random_bits(arguments: Arguments) -> VectorLanes:
     """Return 32 random bits for each of `WIDTH` elements, from the key and the index in the parameter.
 
-    Args:
-        builder: Of the function that is emitted.
-        noise: Two words of key, and the index of the arrays' first element in its parameter.
-        index: First of the elements; with that, a multiple of `WIDTH`.
+    `noise` has two words of key, and the index of the arrays' first element in its parameter; with that,
+    `index` is a multiple of `WIDTH`.
     """
-    first, second, base = (builder.extract_value(noise, position) for position in range(3))
+    builder, index = arguments.builder, arguments["index"]
+    first, second, base = (builder.extract_value(arguments["noise"], position) for position in range(3))
     index = builder.add(index, base)
     high = builder.mul(builder.trunc(builder.lshr(index, I64(32)), I32), I32(HIGH_FACTOR))
     second = builder.add(builder.trunc(second, I32), high)
@@ -123,140 +118,84 @@ def _root_codes(root: VectorLanes, inverse: VectorLanes, random: VectorLanes) ->
     return code.where("<", code.constant(0xFF), code, code.constant(0xFF)).narrow(I8)
 
 
-def _all_at(context: Any, builder: ir.IRBuilder, arrays: Any, places: tuple[ir.Value, ...]) -> list[ir.Value]:
-    """Return the addresses of elements at `places` of as many arrays, given as (type, value)."""
-    return [
-        address(context, builder, array, value, place)
-        for (array, value), place in zip(arrays, places, strict=True)
-    ]
+@vector_code(
+    "index offset scalars noise",
+    denominators="offset",
+    means="offset",
+    exp_avg="index",
+    exp_avg_sq="index",
+    gradient="index",
+)
+def _rounded_moments(arguments: Arguments) -> None:
+    """Update moments at `index`, stored in bf16, and in fp32 at `offset`."""
+    mean, square, _, denominator = moments(
+        arguments.load("gradient").widen(),
+        arguments.load("exp_avg").widen(),
+        arguments.load("exp_avg_sq").widen(),
+        arguments.fill("scalars"),
+    )
+    arguments.store(denominators=denominator, means=mean)
+    random = _random_bits(arguments)
+    arguments.store(
+        exp_avg=_round_to_bf16(mean, random >> 16),
+        exp_avg_sq=_round_to_bf16(square, random & random.constant(0xFFFF)),
+    )
 
 
-def _rounded_moments() -> Callable[..., None]:
-    """Return an intrinsic: moments of a vector at `index`, stored in bf16, and in fp32 at `offset`."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, offset, scalars, noise, *values = arguments
-        denominators, means, exp_avg, exp_avg_sq, gradient = _all_at(
-            context,
-            builder,
-            list(zip(signature.args[4:], values, strict=True)),
-            (offset, offset, index, index, index),
-        )
-        mean, square, _, denominator = moments(
-            VectorLanes.load(builder, gradient, WIDTH).widen(),
-            VectorLanes.load(builder, exp_avg, WIDTH).widen(),
-            VectorLanes.load(builder, exp_avg_sq, WIDTH).widen(),
-            fill_all(builder, scalars, WIDTH),
-        )
-        denominator.store(denominators)
-        mean.store(means)
-        random = _random_bits(builder, noise, index)
-        _round_to_bf16(mean, random >> 16).store(exp_avg)
-        _round_to_bf16(square, random & random.constant(0xFFFF)).store(exp_avg_sq)
-        return context.get_dummy_value()
-
-    def typed(
-        typing: Any, index: Any, offset: Any, scalars: Any, noise: Any, d: Any, m: Any, a: Any, b: Any, g: Any
-    ) -> Any:
-        return types.none(index, offset, scalars, noise, d, m, a, b, g), emit
-
-    return intrinsic(typed)
-
-
-def _decoded_moments() -> Callable[..., None]:
-    """Return an intrinsic: new moments of a vector of codes at `index`, left in fp32 at `offset`.
+@vector_code(
+    "index offset scalars units",
+    denominators="offset",
+    means="offset",
+    roots="offset",
+    peaks=None,
+    exp_avg="index",
+    exp_avg_sq="index",
+    gradient="index",
+)
+def _decoded_moments(arguments: Arguments) -> None:
+    """Update moments of codes at `index`, and leave them in fp32 at `offset`.
 
     `peaks` keeps the largest magnitudes of means and roots in each of `WIDTH` lanes.
     """
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, offset, scalars, units, *values = arguments
-        zero = ir.Constant(offset.type, 0)
-        denominators, means, roots, peaks, exp_avg, exp_avg_sq, gradient = _all_at(
-            context,
-            builder,
-            list(zip(signature.args[4:], values, strict=True)),
-            (offset, offset, offset, zero, index, index, index),
-        )
-        mean_unit, root_unit = fill_all(builder, units, WIDTH)
-        mean, _, root, denominator = moments(
-            VectorLanes.load(builder, gradient, WIDTH).widen(),
-            _decode_mean(VectorLanes.load(builder, exp_avg, WIDTH), mean_unit),
-            _decode_square(VectorLanes.load(builder, exp_avg_sq, WIDTH), root_unit),
-            fill_all(builder, scalars, WIDTH),
-        )
-        denominator.store(denominators)
-        mean.store(means)
-        root.store(roots)
-        for place, value in ((peaks, mean), (builder.gep(peaks, [I32(WIDTH)]), root)):
-            largest, bits = VectorLanes.load(builder, place, WIDTH), value.magnitude_bits()
-            bits.where(">", largest, bits, largest).store(place)
-        return context.get_dummy_value()
-
-    def typed(
-        typing: Any,
-        index: Any,
-        offset: Any,
-        scalars: Any,
-        units: Any,
-        d: Any,
-        m: Any,
-        r: Any,
-        peaks: Any,
-        a: Any,
-        b: Any,
-        g: Any,
-    ) -> Any:
-        return types.none(index, offset, scalars, units, d, m, r, peaks, a, b, g), emit
-
-    return intrinsic(typed)
+    builder, peaks = arguments.builder, arguments["peaks"]
+    mean_unit, root_unit = arguments.fill("units")
+    mean, _, root, denominator = moments(
+        arguments.load("gradient").widen(),
+        _decode_mean(arguments.load("exp_avg"), mean_unit),
+        _decode_square(arguments.load("exp_avg_sq"), root_unit),
+        arguments.fill("scalars"),
+    )
+    arguments.store(denominators=denominator, means=mean, roots=root)
+    for place, value in ((peaks, mean), (builder.gep(peaks, [I32(WIDTH)]), root)):
+        largest, bits = VectorLanes.load(builder, place, WIDTH), value.magnitude_bits()
+        bits.where(">", largest, bits, largest).store(place)
 
 
-def _peak() -> Callable[..., float]:
-    """Return an intrinsic: the largest of `WIDTH` magnitudes at `peaks[index:]`, which are set to zero."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, peaks = arguments
-        place = address(context, builder, signature.args[1], peaks, index)
-        lanes = VectorLanes.load(builder, place, WIDTH)
-        lanes.constant(0).store(place)
-        bits = lanes.largest()
-        is_nan = builder.icmp_signed(">", bits, I32(0x7F800000))
-        return builder.bitcast(builder.select(is_nan, I32(NAN_BITS), bits), F32)
-
-    def typed(typing: Any, index: Any, peaks: Any) -> Any:
-        return types.float32(index, peaks), emit
-
-    return intrinsic(typed)
+@vector_code("index", returns=types.float32, peaks="index")
+def _peak(arguments: Arguments) -> ir.Value:
+    """Return the largest of `WIDTH` magnitudes at `peaks[index:]`, which are set to zero."""
+    builder, lanes = arguments.builder, arguments.load("peaks")
+    arguments.store(peaks=lanes.constant(0))
+    bits = lanes.largest()
+    is_nan = builder.icmp_signed(">", bits, I32(0x7F800000))
+    return builder.bitcast(builder.select(is_nan, I32(NAN_BITS), bits), F32)
 
 
-def _encoded_moments() -> Callable[..., None]:
-    """Return an intrinsic: codes at `index` of the moments at `offset`."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, offset, noise, inverses, *values = arguments
-        means, roots, exp_avg, exp_avg_sq = _all_at(
-            context,
-            builder,
-            list(zip(signature.args[4:], values, strict=True)),
-            (offset, offset, index, index),
-        )
-        mean_inverse, root_inverse = fill_all(builder, inverses, WIDTH)
-        random = _random_bits(builder, noise, index)
-        _mean_codes(VectorLanes.load(builder, means, WIDTH), mean_inverse, random).store(exp_avg)
-        _root_codes(VectorLanes.load(builder, roots, WIDTH), root_inverse, random).store(exp_avg_sq)
-        return context.get_dummy_value()
-
-    def typed(
-        typing: Any, index: Any, offset: Any, noise: Any, inverses: Any, m: Any, r: Any, a: Any, b: Any
-    ) -> Any:
-        return types.none(index, offset, noise, inverses, m, r, a, b), emit
-
-    return intrinsic(typed)
+@vector_code(
+    "index offset noise inverses", means="offset", roots="offset", exp_avg="index", exp_avg_sq="index"
+)
+def _encoded_moments(arguments: Arguments) -> None:
+    """Store codes at `index` of the moments at `offset`."""
+    mean_inverse, root_inverse = arguments.fill("inverses")
+    random = _random_bits(arguments)
+    arguments.store(
+        exp_avg=_mean_codes(arguments.load("means"), mean_inverse, random),
+        exp_avg_sq=_root_codes(arguments.load("roots"), root_inverse, random),
+    )
 
 
-_rounded_vector, _decoded_vector, _encoded_vector = _rounded_moments(), _decoded_moments(), _encoded_moments()
-_peak_of = _peak()
+_rounded_vector, _decoded_vector = _rounded_moments(WIDTH), _decoded_moments(WIDTH)
+_encoded_vector, _peak_of = _encoded_moments(WIDTH), _peak(WIDTH)
 
 
 @compile_kernel

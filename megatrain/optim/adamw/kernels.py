@@ -11,16 +11,10 @@ one, and no division by a constant: together 1.2x where bandwidth per core is pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from megatrain.optim.kernels import WIDTH, compile_kernel
-from megatrain.optim.vectors import VectorLanes, address, fill_all
+from megatrain.optim.vectors import Arguments, VectorLanes, vector_code
 
 TILE = 512
 """Elements whose moments are updated before their parameters are: 11 kB in all, a part of any L1."""
@@ -38,87 +32,25 @@ def moments(
     return exp_avg, exp_avg_sq, root, root.divide_by(correction2_sqrt, reciprocal) + eps
 
 
-def _parameter(
-    parameter: VectorLanes, exp_avg: VectorLanes, denominator: VectorLanes, scalars: list[VectorLanes]
-) -> VectorLanes:
-    """Return the new parameter."""
+@vector_code("index offset scalars", tile="offset", exp_avg="index", exp_avg_sq="index", gradient="index")
+def _update_moments(arguments: Arguments) -> None:
+    """Update moments at `index`; the denominators go to `tile[offset:]`."""
+    exp_avg, exp_avg_sq, _, denominator = moments(
+        arguments.load("gradient").widen(),
+        arguments.load("exp_avg"),
+        arguments.load("exp_avg_sq"),
+        arguments.fill("scalars"),
+    )
+    arguments.store(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, tile=denominator)
+
+
+@vector_code("index offset place scalars", tile="offset", exp_avg="place", working="index", remainder="index")
+def _update_parameter(arguments: Arguments) -> None:
+    """Update parameters at `index`, by denominators at `tile[offset:]` and moments at `exp_avg[place:]`."""
+    scalars = arguments.fill("scalars")
     decay, step_size = scalars[1], scalars[-1]
-    return parameter * decay + step_size * exp_avg / denominator
-
-
-def _update_moments(width: int) -> Callable[..., None]:
-    """Return an intrinsic: moments of `width` elements at `index`; denominators go to `tile[offset:]`."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, offset, scalars, *arrays = arguments
-        tile, exp_avg, exp_avg_sq, gradient = (
-            address(context, builder, array, value, position)
-            for array, value, position in zip(
-                signature.args[3:], arrays, (offset, index, index, index), strict=True
-            )
-        )
-        m, v, _, denominator = moments(
-            VectorLanes.load(builder, gradient, width).widen(),
-            VectorLanes.load(builder, exp_avg, width),
-            VectorLanes.load(builder, exp_avg_sq, width),
-            fill_all(builder, scalars, width),
-        )
-        m.store(exp_avg)
-        v.store(exp_avg_sq)
-        denominator.store(tile)
-        return context.get_dummy_value()
-
-    def typed(
-        typing: Any, index: Any, offset: Any, scalars: Any, tile: Any, m: Any, v: Any, gradient: Any
-    ) -> Any:
-        return types.none(index, offset, scalars, tile, m, v, gradient), emit
-
-    return intrinsic(typed)
-
-
-def _update_parameter(width: int) -> Callable[..., None]:
-    """Return an intrinsic: parameters of `width` elements at `index`.
-
-    Denominators are at `tile[offset:]`, and the moment at `exp_avg[place:]`.
-    """
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        index, offset, place, scalars, *arrays = arguments
-        tile, exp_avg, working, remainder = (
-            None if array == types.none else address(context, builder, array, value, position)
-            for array, value, position in zip(
-                signature.args[4:], arrays, (offset, place, index, index), strict=True
-            )
-        )
-        parameter = VectorLanes.load(builder, working, width)
-        if remainder is not None:
-            parameter = parameter.join(VectorLanes.load(builder, remainder, width))
-        parameter = _parameter(
-            parameter,
-            VectorLanes.load(builder, exp_avg, width),
-            VectorLanes.load(builder, tile, width),
-            fill_all(builder, scalars, width),
-        )
-        if remainder is not None:
-            parameter, low = parameter.split()
-            low.store(remainder)
-        parameter.store(working)
-        return context.get_dummy_value()
-
-    def typed(
-        typing: Any,
-        index: Any,
-        offset: Any,
-        place: Any,
-        scalars: Any,
-        tile: Any,
-        m: Any,
-        working: Any,
-        remainder: Any,
-    ) -> Any:
-        return types.none(index, offset, place, scalars, tile, m, working, remainder), emit
-
-    return intrinsic(typed)
+    parameter = arguments.load_parameter() * decay
+    arguments.store_parameter(parameter + step_size * arguments.load("exp_avg") / arguments.load("tile"))
 
 
 _moments_vector, _moments_one = _update_moments(WIDTH), _update_moments(1)
