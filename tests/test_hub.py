@@ -14,7 +14,6 @@ from huggingface_hub import constants
 from megatrain import hub
 from megatrain.data.read.arrow_rows import hub_revision, read_hub
 from megatrain.data.read.files import is_of_hub
-from megatrain.data.row import Start
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError, MegatrainError, ModelError
 from megatrain.hub import is_hub_reached, may_be_on_hub
@@ -32,7 +31,7 @@ ASKS: dict[str, Callable[[str], object]] = {
     "model": load,
     "tokenizer": load_tokenizer,
     "sample": lambda name: sample(name, "Once"),
-    "rows": lambda name: list(read_hub(name, Start())),
+    "rows": lambda name: list(read_hub(name)),
 }
 
 

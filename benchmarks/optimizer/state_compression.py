@@ -54,12 +54,11 @@ from benchmarks.training.loss_plot import (
 )
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.data.loader import PackedLoader
-from megatrain.data.packing import join_documents, tokenize
-from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_tokenizer
 from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
 from megatrain.optim.pool import WorkerPool, worker_threads
 from megatrain.optim.updates import rounding_key
+from tests.data.documents import join_documents, read_texts, tokenize
 from tests.reference import attach_plainly
 
 RUNS = ("fp32", "nudged", "bf16", "int8")

@@ -47,10 +47,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 from benchmarks.report import emit, hardware
 from benchmarks.training.loss_plot import draw
 from megatrain.data.loader import PackedLoader
-from megatrain.data.packing import join_documents, tokenize
-from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import end_of_document, train_tokenizer
 from megatrain.optim.pool import worker_threads
+from tests.data.documents import join_documents, read_texts, tokenize
 from tests.reference import attach_plainly
 
 Batch = dict[str, Tensor]

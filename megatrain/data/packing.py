@@ -8,36 +8,16 @@ hold a bounded number of tokens at a time, whatever the data's size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.words import START, TRAINED, Words, num_trained
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_DOCUMENTS_PER_CALL = 1000
 _TOKENS_AT_ONCE = 1 << 22
 """The number of tokens that best-fit packing holds and arranges at a time: 16 MiB. Rows of many short
 documents are more than 99 % full with far fewer."""
-
-
-def tokenize(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, end_id: int
-) -> Iterator[Sequence[int]]:
-    """Yield each text's token ids with the special tokens the tokenizer adds itself, and `end_id` last."""
-    remaining = iter(texts)
-    while batch := list(islice(remaining, _DOCUMENTS_PER_CALL)):
-        # verbose=False: text beyond the model's context is expected here, since windows are cut from it.
-        encoded: Any = tokenizer(
-            batch, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )
-        for ids in encoded["input_ids"]:
-            yield ids if ids and ids[-1] == end_id else [*ids, end_id]
 
 
 def split_long(words: Words, seq_len: int, way: str) -> tuple[list[Words], int]:
@@ -93,11 +73,6 @@ class Joining(Packer):
         self._parts: list[Words] = []
         self._held = 0
 
-    @property
-    def num_left(self) -> int:
-        """The number of tokens after the last whole row."""
-        return self._held
-
     def add(self, words: Words) -> Iterator[NDArray[np.int32]]:
         """Take a document; yield (num_rows, seq_len) rows that are ready."""
         self._parts.append(words)
@@ -114,13 +89,6 @@ class Joining(Packer):
         used = num_rows * self._seq_len
         self._parts, self._held = [joined[used:].copy()], len(joined) - used
         yield joined[:used].reshape(num_rows, self._seq_len)
-
-
-def join_documents(documents: Iterable[Sequence[int]], seq_len: int) -> NDArray[np.int32]:
-    """Join documents of token ids into (num_rows, seq_len) rows in memory; a partial last row is dropped."""
-    packer = Joining(seq_len)
-    rows = [row for ids in documents for row in packer.add(np.asarray(ids, dtype=np.int32))]
-    return np.concatenate([np.empty((0, seq_len), dtype=np.int32), *rows, *packer.finish()])
 
 
 class BestFit(Packer):

@@ -33,18 +33,6 @@ class Row:
     """The values by column, or the error of a row that could not be read."""
     unit: str = "row"
     """The unit of `number`: `line` or `row`."""
-    end: int = 0
-    """The bytes of the file up to the end of this row, from which reading continues; 0 if unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The position in a file from which reading continues."""
-
-    number: int = 0
-    """The number of the last row that is not read again."""
-    end: int = 0
-    """The number of bytes up to there, as in `Row`."""
 
 
 def kind(value: object) -> str:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.data.example import Source, TextExample
-from megatrain.data.text import read_texts
 from megatrain.errors import DataError
+from tests.data.documents import read_texts
 
 
 def write_parquet(path: Path, columns: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import megatrain
 from megatrain.checkpoint.load import find
 from megatrain.config import Config, build_config
-from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import train_tokenizer
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.train import loop
@@ -24,6 +23,7 @@ from megatrain.train.loop import train
 from megatrain.train.outputs.sample import sample
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.run import Run
+from tests.data.documents import read_texts
 from tests.forks import run_script
 from tests.reference import make_model
 from tests.train.project import make_config, write_corpus, write_model_config

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import megatrain
 from megatrain.config import Config, build_config
-from megatrain.data.text import read_texts
 from megatrain.data.tokenizer import train_tokenizer
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.weights.skeleton import read_config
@@ -20,6 +19,7 @@ from megatrain.train.outputs.export import export_run
 from megatrain.train.planning.asking import with_new_tokens
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.run import prepare
+from tests.data.documents import read_texts
 from tests.reference import Resident, assert_same_bits, make_model
 from tests.train.project import make_config, write_corpus, write_model_config
 from tests.train.test_adapters import stopping_after

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from megatrain.data.row import Row, Start
+from megatrain.data.row import Row
 from megatrain.errors import DataError, MegatrainError
 from megatrain.hub import asking_hub
 
@@ -18,7 +18,7 @@ _BATCH = 256
 _HUB_WAIT_S = 10.0
 
 
-def read_columnar(path: str, start: Start, *, builder: str) -> Iterator[Row]:
+def read_columnar(path: str, *, builder: str) -> Iterator[Row]:
     """Read a file; `builder` is `parquet` or `arrow`."""
     import datasets
     from pyarrow import parquet
@@ -28,22 +28,21 @@ def read_columnar(path: str, start: Start, *, builder: str) -> Iterator[Row]:
             raise DataError(f"{path} has no rows; remove it from data.path")
         return datasets.load_dataset(builder, data_files=[path], split="train", streaming=True)
 
-    yield from _rows(load, start, f"{path}: not readable as {builder}")
+    yield from _rows(load, f"{path}: not readable as {builder}")
 
 
-def read_saved(path: str, start: Start, *, split: str | None = None) -> Iterator[Row]:
+def read_saved(path: str, *, split: str | None = None) -> Iterator[Row]:
     """Read a directory written by `save_to_disk`."""
     import datasets
 
     def load() -> Any:
         return choose_split(datasets.load_from_disk(path), split, path)
 
-    yield from _rows(load, start, f"{path}: not readable as a saved dataset")
+    yield from _rows(load, f"{path}: not readable as a saved dataset")
 
 
 def read_hub(
     path: str,
-    start: Start,
     *,
     split: str | None = None,
     subset: str | None = None,
@@ -62,7 +61,7 @@ def read_hub(
             )
         return choose_split(loaded, split, path)
 
-    yield from _rows(load, start, f"{path}: cannot be read from the Hugging Face hub", shows_progress=True)
+    yield from _rows(load, f"{path}: cannot be read from the Hugging Face hub", shows_progress=True)
 
 
 @lru_cache
@@ -104,16 +103,14 @@ def choose_split(loaded: Any, split: str | None, path: str) -> Any:
     return loaded[wanted]
 
 
-def _rows(load: Any, start: Start, problem: str, *, shows_progress: bool = False) -> Iterator[Row]:
+def _rows(load: Any, problem: str, *, shows_progress: bool = False) -> Iterator[Row]:
     try:
         with _quiet(shows_progress):
             dataset = load()
             # As Arrow tables, images and sounds are not decoded, and no row is turned into tensors.
             dataset = dataset.with_format("arrow")
-            if start.number:
-                dataset = dataset.skip(start.number)
             batches = iter(dataset.iter(batch_size=_BATCH))
-        number = start.number
+        number = 0
         while True:
             with _quiet(shows_progress):
                 table = next(batches, None)

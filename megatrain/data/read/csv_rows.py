@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from megatrain.data.read.text_rows import MOST_ROW_BYTES, TOO_LONG, UTF_16, open_bytes
-from megatrain.data.row import Row, RowError, Start
+from megatrain.data.row import Row, RowError
 from megatrain.errors import DataError
 
 _MOST_CELL_CHARACTERS = 256 * 2**20
@@ -23,7 +23,7 @@ _SEPARATOR_LINE = re.compile(r"sep=(.)\s*", re.IGNORECASE)
 """The first line by which a file tells Excel its separator."""
 
 
-def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
+def read_csv(path: str, *, delimiter: str = ",") -> Iterator[Row]:
     """Read the rows behind `start`; the first line that is not blank names the columns."""
     csv.field_size_limit(_MOST_CELL_CHARACTERS)
     with open_bytes(path) as file:
@@ -57,7 +57,7 @@ def read_csv(path: str, start: Start, *, delimiter: str = ",") -> Iterator[Row]:
                 fault = RowError("not readable as CSV", f"not readable as CSV ({error})")
                 yield Row(number, fault, "line")
                 continue
-            if cells and number > start.number:
+            if cells:
                 yield Row(number, _cells(header, cells), "line")
 
 

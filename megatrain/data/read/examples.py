@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.example import Example
 from megatrain.data.read.parts import HoldOut, Part
 from megatrain.data.read.report import ReadReport, SourceReport
-from megatrain.data.read.source import SourcePosition, SourceReader
+from megatrain.data.read.source import SourceReader
 from megatrain.errors import DataError
 
 
@@ -22,7 +21,6 @@ def read_examples(
     *,
     seed: int = 0,
     part: Part = Part.TRAIN,
-    start: Mapping[str, Any] | None = None,
 ) -> ExampleStream:
     """Read the examples of `data.path` once.
 
@@ -30,7 +28,6 @@ def read_examples(
         data: The settings of the data.
         seed: The seed of the draws of a mixture, and of the examples that `data.val_size` holds out.
         part: The part to read: the training examples, or the held-out ones.
-        start: The position to continue from, as `ExampleStream.position` returned it.
 
     Raises:
         DataError: A source is missing or of an unknown kind; later, `ExampleStream` raises it as it says.
@@ -40,16 +37,13 @@ def read_examples(
     sources = [_Source(reader, hold, part) for reader, hold in zip(readers, holds, strict=True)]
     weights = [source.weight for source in data.sources]
     is_drawn = part is Part.TRAIN and any(weight is not None for weight in weights)
-    stream = ExampleStream(
+    return ExampleStream(
         sources,
         weights=[weight or 1.0 for weight in weights] if is_drawn else None,
         ends_with_first=data.mixture_ends == "first_exhausted",
         seed=seed,
         stops=data.on_bad_row == "stop",
     )
-    if start is not None:
-        stream.go_on(start)
-    return stream
 
 
 def read_eval_examples(data: DataConfig, *, seed: int = 0) -> dict[str, ExampleStream]:
@@ -95,31 +89,24 @@ class _Source:
     def __init__(self, reader: SourceReader, hold_out: HoldOut, part: Part) -> None:
         others = "held out" if part is Part.TRAIN else "trained on"
         self.report = SourceReport(name=reader.name, other_part=others)
-        self.position = SourcePosition()
         self.num_passes = 0
         """The number of complete passes."""
         self._reader, self._hold_out, self._part = reader, hold_out, part
-        self._pending: Iterator[tuple[Example, SourcePosition]] | None = None
+        self._pending: Iterator[tuple[int, Example]] | None = None
 
     def next(self) -> Example | None:
         """Return the next example of this part, or None at the end of a pass, after which it starts over."""
         # Only the first pass is counted, since later passes read the same rows again.
         report = self.report if self.num_passes == 0 else SourceReport(name=self.report.name)
-        self._pending = self._pending or self._reader.read(report, self.position)
-        for example, position in self._pending:
-            ordinal, self.position = self.position.ordinal, position
+        self._pending = self._pending or enumerate(self._reader.read(report))
+        for ordinal, example in self._pending:
             if self._hold_out.part(ordinal) is self._part:
                 report.num_kept += 1
                 return example
             report.num_other_part += 1
-        self._pending, self.position = None, SourcePosition()
+        self._pending = None
         self.num_passes += 1
         return None
-
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position."""
-        self.position = SourcePosition(**state["position"])
-        self.num_passes = state["num_passes"]
 
 
 class ExampleStream(Iterator[Example]):
@@ -140,14 +127,13 @@ class ExampleStream(Iterator[Example]):
     ) -> None:
         """Concatenate sources, or draw from them by `weights`."""
         self.report = ReadReport(stops=stops, sources=[source.report for source in sources])
-        """The report on the rows that this stream has read; after a position, on the rows behind it."""
+        """The report on the rows that this stream has read."""
         self._sources = sources
         self._ends_with_first = ends_with_first
         self._current = 0
-        self._num_draws = 0
         self._bounds = None if weights is None else np.cumsum(weights) / np.sum(weights)
-        self._bits = np.random.PCG64(np.random.SeedSequence([seed, len(sources)]))
-        self._random = np.random.Generator(self._bits)
+        bits = np.random.PCG64(np.random.SeedSequence([seed, len(sources)]))
+        self._random = np.random.Generator(bits)
 
     def __next__(self) -> Example:
         return self._next_in_order() if self._bounds is None else self._next_drawn(self._bounds)
@@ -163,7 +149,6 @@ class ExampleStream(Iterator[Example]):
     def _next_drawn(self, bounds: NDArray[np.float64]) -> Example:
         while not self._is_over():
             source = self._sources[int(np.searchsorted(bounds, self._random.random(), side="right"))]
-            self._num_draws += 1
             example = source.next()
             if example is None and not self._is_over():
                 example = source.next()  # the source starts over
@@ -174,29 +159,3 @@ class ExampleStream(Iterator[Example]):
     def _is_over(self) -> bool:
         complete = (source.num_passes > 0 for source in self._sources)
         return any(complete) if self._ends_with_first else all(complete)
-
-    def position(self) -> dict[str, Any]:
-        """Return the position of the next example as JSON values."""
-        return {
-            "current": self._current,
-            "num_draws": self._num_draws,
-            "sources": [
-                {"position": source.position.json(), "num_passes": source.num_passes}
-                for source in self._sources
-            ],
-        }
-
-    def go_on(self, start: Mapping[str, Any]) -> None:
-        """Continue from a position of a stream with the same settings.
-
-        Raises:
-            DataError: The position is of other sources.
-        """
-        if len(start["sources"]) != len(self._sources):
-            raise DataError(
-                f"the position is of {len(start['sources'])} sources, and data.path has {len(self._sources)}"
-            )
-        self._current, self._num_draws = start["current"], start["num_draws"]
-        self._bits.advance(self._num_draws)
-        for source, state in zip(self._sources, start["sources"], strict=True):
-            source.go_on(state)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatrain.config.sections.data import SourceConfig
 from megatrain.data.read.arrow_rows import read_columnar, read_hub, read_saved
 from megatrain.data.read.csv_rows import read_csv
 from megatrain.data.read.json_rows import read_json
 from megatrain.data.read.text_rows import UTF_16, open_bytes, read_txt
-from megatrain.data.row import Row, Start
+from megatrain.data.row import Row
 from megatrain.errors import DataError, os_errors
 from megatrain.hub import may_be_on_hub
 
@@ -41,47 +42,45 @@ class RowFile:
     """The name in reports and errors."""
     is_text: bool
     """Whether the file is a document without columns."""
-    read: Callable[[Start], Iterator[Row]]
+    read: Callable[[], Iterator[Row]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """The settings by which the rows of a source are read, except its path."""
+def row_files(
+    source: SourceConfig, *, text_column: str = "text", txt_by_line: bool = False, streaming: bool = False
+) -> list[RowFile]:
+    """List the files or datasets that a source's path stands for.
 
-    text_column: str = "text"
-    txt_by_line: bool = False
-    """Whether each line of a `.txt` file is a document, as in LLaMA-Factory; otherwise the file is one."""
-    split: str | None = None
-    subset: str | None = None
-    folder: str | None = None
-    revision: str | None = None
-    streaming: bool = False
-
-
-def row_files(path: str, how: Reading) -> list[RowFile]:
-    """List the files or datasets that a path stands for.
+    Args:
+        source: The source.
+        text_column: The column of the text of a `.txt` file.
+        txt_by_line: Whether each line of such a file is a document, as in LLaMA-Factory; otherwise the
+            file is one.
+        streaming: Whether a dataset of the hub is read while it is downloaded.
 
     Raises:
         DataError: The path matches nothing, or a file of a kind that is not read.
     """
-    place = Path(path)
+    path, place = source.path, Path(source.path)
+    file_of = partial(_file, text_column=text_column, is_by_line=txt_by_line)
     if place.is_dir() and any((place / name).is_file() for name in _SAVED):
-        return [RowFile(name=path, is_text=False, read=_saved(path, how))]
+        return [RowFile(name=path, is_text=False, read=partial(read_saved, path, split=source.split))]
     if place.is_dir():
         files = [
             str(file) for file in sorted(place.rglob("*")) if _kind(file) and not _is_hidden(file, place)
         ]
         if not files:
             raise DataError(f"{path} is a directory without a file that is read ({KINDS}); check data.path")
-        return [_file(file, how) for file in files]
+        return [file_of(file) for file in files]
     if not place.exists() and glob.has_magic(path):
         files = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
         if not files:
             raise DataError(f"{path}: no file has such a name; check data.path")
-        return [_file(file, how) for file in files]
+        return [file_of(file) for file in files]
     if is_of_hub(path):
-        return [RowFile(name=path, is_text=False, read=_hub(path, how))]
-    return [_file(path, how)]
+        names = ("split", "subset", "folder", "revision")
+        read = partial(read_hub, path, streaming=streaming, **{name: getattr(source, name) for name in names})
+        return [RowFile(name=path, is_text=False, read=read)]
+    return [file_of(path)]
 
 
 def is_of_hub(path: str) -> bool:
@@ -96,7 +95,7 @@ def check_path(path: str) -> None:
         DataError: There is nothing at the path.
     """
     if not Path(path).exists():
-        row_files(path, Reading())
+        row_files(SourceConfig(path=path))
 
 
 def _kind(file: Path) -> str:
@@ -111,7 +110,7 @@ def _is_hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
-def _file(path: str, how: Reading) -> RowFile:
+def _file(path: str, *, text_column: str, is_by_line: bool) -> RowFile:
     file = Path(path)
     if not file.exists():
         raise DataError(f"{path} does not exist; check data.path")
@@ -122,14 +121,14 @@ def _file(path: str, how: Reading) -> RowFile:
         raise DataError(f"{path} is empty; remove it from data.path or fill it")
     reader = _READERS[kind]
     if kind == ".txt":
-        reader = partial(reader, text_column=how.text_column, is_by_line=how.txt_by_line)
+        reader = partial(reader, text_column=text_column, is_by_line=is_by_line)
 
-    def read(start: Start) -> Iterator[Row]:
+    def read() -> Iterator[Row]:
         try:
             with os_errors("read", path, DataError):
                 if kind in (".txt", ".json", ".jsonl"):
                     _check_encoding(path)
-                yield from reader(path, start)
+                yield from reader(path)
         except (EOFError, zlib.error) as error:
             raise DataError(f"{path}: the packed file is damaged ({error})") from error
 
@@ -142,19 +141,3 @@ def _check_encoding(path: str) -> None:
             raise DataError(
                 f"{path} is UTF-16, and text is read as UTF-8; convert it, as with iconv -f UTF-16 -t UTF-8"
             )
-
-
-def _saved(path: str, how: Reading) -> Callable[[Start], Iterator[Row]]:
-    return lambda start: read_saved(path, start, split=how.split)
-
-
-def _hub(path: str, how: Reading) -> Callable[[Start], Iterator[Row]]:
-    return lambda start: read_hub(
-        path,
-        start,
-        split=how.split,
-        subset=how.subset,
-        folder=how.folder,
-        revision=how.revision,
-        streaming=how.streaming,
-    )

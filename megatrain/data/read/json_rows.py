@@ -12,45 +12,29 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from megatrain.data.read.text_rows import MOST_ROW_BYTES, TOO_LONG, decode, lines_of, open_bytes
-from megatrain.data.row import Row, RowError, Start, kind
+from megatrain.data.read.text_rows import MOST_ROW_BYTES, open_bytes, read_lines
+from megatrain.data.row import Row, RowError, kind
 from megatrain.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK = 2**20
 
 
-def read_json(path: str, start: Start) -> Iterator[Row]:
-    """Read the rows behind `start`."""
+def read_json(path: str) -> Iterator[Row]:
+    """Read the rows of an array, or of an object on each line."""
     with open_bytes(path) as file:
         head = file.read(4096).removeprefix(BOM).lstrip()
         file.seek(0)
         if head.startswith(b"["):
             for number, value in enumerate(_elements(file, path), start=1):
-                if number > start.number:
-                    yield Row(number, _object(value), "row")
+                yield Row(number, _object(value), "row")
         else:
-            yield from _lines(file, start)
+            yield from read_lines(file, _value)
 
 
-def _lines(file: IO[bytes], start: Start) -> Iterator[Row]:
-    number, end = (start.number, start.end) if start.end else (0, 0)
-    file.seek(end)
-    for raw, size in lines_of(file):
-        number += 1
-        begin, end = end, end + size
-        value: Any = RowError(TOO_LONG) if raw is None else _value(raw, begin)
-        if value is not None and number > start.number:
-            yield Row(number, value, "line", end)
-
-
-def _value(raw: bytes, offset: int) -> Any:
+def _value(line: str) -> Any:
     """Parse a line; return None if it is blank."""
-    try:
-        line = decode(raw, offset=offset)
-        return _object(_parse(line.rstrip("\r\n"))) if line.strip() else None
-    except RowError as error:
-        return error
+    return _object(_parse(line)) if line.strip() else None
 
 
 def _parse(text: str) -> Any:

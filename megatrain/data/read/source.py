@@ -1,43 +1,25 @@
-"""Reader of one source of a mixture: its rows become examples, are counted, and can be read from anywhere."""
+"""Reader of one source of a mixture: its rows become examples, and are counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from megatrain.config.sections.data import DataConfig, SourceConfig
 from megatrain.data.example import Example, Source
 from megatrain.data.formats.detect import Converter, Recipe, detect
 from megatrain.data.read.dataset_info import entry_of, registry
-from megatrain.data.read.files import Reading, RowFile, row_files
+from megatrain.data.read.files import RowFile, row_files
 from megatrain.data.read.report import SourceReport
-from megatrain.data.row import Row, RowError, Start
+from megatrain.data.row import Row, RowError
 from megatrain.errors import DataError
 
 _ROWS_LOOKED_AT = 100
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourcePosition:
-    """The position of the next example in a source."""
-
-    file: int = 0
-    number: int = 0
-    """The number of the last row of that file that has been used up."""
-    end: int = 0
-    taken: int = 0
-    """The number of examples already taken from the row behind it."""
-    ordinal: int = 0
-    """The number of examples of the source so far."""
-
-    def json(self) -> dict[str, int]:
-        """Return the position as plain values."""
-        return asdict(self)
-
-
 class SourceReader:
-    """Reads a source, each time from the beginning or from a position, with equal results."""
+    """Reads a source, each time from the beginning, with equal results."""
 
     def __init__(self, source: SourceConfig, data: DataConfig) -> None:
         is_entry = source.dataset is not None or registry(source.path) is not None
@@ -46,17 +28,9 @@ class SourceReader:
         self._stops = data.on_bad_row == "stop"
         self._text_column = data.text_column
         said = replace(_said(self.config), is_closed=is_entry)
+        text_column = said.columns.get("text", data.text_column)
         self._files = row_files(
-            self.config.path,
-            Reading(
-                text_column=said.columns.get("text", data.text_column),
-                txt_by_line=is_entry,
-                split=self.config.split,
-                subset=self.config.subset,
-                folder=self.config.folder,
-                revision=self.config.revision,
-                streaming=data.streaming,
-            ),
+            self.config, text_column=text_column, txt_by_line=is_entry, streaming=data.streaming
         )
         self.recipe = said if is_entry else self._detect(said)
 
@@ -67,7 +41,7 @@ class SourceReader:
         is_text = all(file.is_text for file in self._files) or column != "text"
         if said.format == "text" or (said.format == "auto" and is_text):
             return as_text
-        rows = (row.value for file in self._files for row in file.read(Start()))
+        rows = (row.value for file in self._files for row in file.read())
         found: dict[str, list[Recipe]] = {}
         for value in islice(rows, _ROWS_LOOKED_AT):
             if not isinstance(value, RowError) and (recipe := detect(value, said, text_column=column)):
@@ -76,39 +50,26 @@ class SourceReader:
             return max(found.values(), key=len)[0]
         return as_text if said.format == "auto" else said
 
-    def read(
-        self, report: SourceReport, start: SourcePosition = SourcePosition()
-    ) -> Iterator[tuple[Example, SourcePosition]]:
-        """Yield each example with the position behind it.
+    def read(self, report: SourceReport) -> Iterator[Example]:
+        """Yield the examples.
 
         Raises:
             DataError: No row can be used, one cannot and `data.on_bad_row` is `stop`, or a file is damaged.
         """
         report.format = str(self.recipe)
         converter = Converter(self.recipe)
-        position = start
-        for index in range(start.file, len(self._files)):
-            file = self._files[index]
+        number, most = 0, self.config.max_samples
+        for file in self._files:
             report.files.add(file.name)
-            if index != start.file:
-                position = SourcePosition(file=index, ordinal=position.ordinal)
-            for row in file.read(Start(position.number, position.end)):
-                if position.ordinal == self.config.max_samples:
+            for row in file.read():
+                if number == most:
                     return
-                examples = self._examples(row, file, converter, report)
-                before = position
-                for taken, example in enumerate(examples, start=1):
-                    if taken <= start.taken and before == start:
-                        continue
-                    if position.ordinal == self.config.max_samples:
+                for example in self._examples(row, file, converter, report):
+                    if number == most:
                         return
-                    position = replace(before, taken=taken, ordinal=position.ordinal + 1)
-                    if taken == len(examples):
-                        position = replace(position, number=row.number, end=row.end, taken=0)
-                    yield example, position
-                if not examples:
-                    position = replace(position, number=row.number, end=row.end, taken=0)
-        if position.ordinal == 0:
+                    number += 1
+                    yield example
+        if number == 0:
             raise self._useless(report)
 
     def _examples(self, row: Row, file: RowFile, converter: Converter, report: SourceReport) -> list[Example]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from megatrain.data.row import Row, RowError, Start
+from megatrain.data.row import Row, RowError
 
 MOST_DOCUMENT_BYTES = 16 * 2**20
 """The size of a `.txt` file that is one document; a larger one is several, cut at line ends."""
@@ -45,16 +45,13 @@ def decode(raw: bytes, *, offset: int = 0) -> str:
     return text if offset else text.removeprefix("\ufeff")
 
 
-def read_txt(
-    path: str, start: Start, *, text_column: str = "text", is_by_line: bool = False
-) -> Iterator[Row]:
+def read_txt(path: str, *, text_column: str = "text", is_by_line: bool = False) -> Iterator[Row]:
     """Read a file as one document, a large one as several, or each line as one."""
-    if is_by_line:
-        yield from _read_lines(path, start, text_column)
-        return
     with open_bytes(path) as file:
-        number, end = (start.number, start.end) if start.end else (0, 0)
-        file.seek(end)
+        if is_by_line:
+            yield from read_lines(file, lambda line: {text_column: line})
+            return
+        number = end = 0
         held = b""
         while raw := held + file.read(MOST_DOCUMENT_BYTES - len(held)):
             held = b""
@@ -66,10 +63,10 @@ def read_txt(
             number += 1
             begin, end = end, end + len(raw)
             try:
-                yield Row(number, {text_column: decode(raw, offset=begin)}, "document", end)
+                yield Row(number, {text_column: decode(raw, offset=begin)}, "document")
             except RowError as error:
                 line = _line_of_fault(raw) if number == 1 else 0
-                yield Row(line or number, error, "line" if line else "document", end)
+                yield Row(line or number, error, "line" if line else "document")
 
 
 def _whole_characters(raw: bytes) -> int:
@@ -84,28 +81,23 @@ def _whole_characters(raw: bytes) -> int:
     return len(raw)
 
 
-def lines_of(file: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
-    """Yield each line and its number of bytes, with None for a line above `MOST_ROW_BYTES`."""
+def read_lines(file: IO[bytes], value_of: Callable[[str], Any]) -> Iterator[Row]:
+    """Read each line as a row; `value_of` returns None for a line that is none, or raises RowError."""
+    number = offset = 0
     while raw := file.readline(MOST_ROW_BYTES + 1):
         size, is_too_long = len(raw), len(raw) > MOST_ROW_BYTES
         while is_too_long and not raw.endswith(b"\n") and (raw := file.readline(MOST_ROW_BYTES)):
             size += len(raw)
-        yield None if is_too_long else raw, size
-
-
-def _read_lines(path: str, start: Start, text_column: str) -> Iterator[Row]:
-    with open_bytes(path) as file:
-        offset = 0
-        for number, (raw, size) in enumerate(lines_of(file), start=1):
-            if number > start.number:
-                try:
-                    if raw is None:
-                        raise RowError(TOO_LONG)
-                    value: Any = {text_column: decode(raw, offset=offset).rstrip("\r\n")}
-                except RowError as error:
-                    value = error
-                yield Row(number, value, "line")
-            offset += size
+        number += 1
+        try:
+            if is_too_long:
+                raise RowError(TOO_LONG)
+            value: Any = value_of(decode(raw, offset=offset).rstrip("\r\n"))
+        except RowError as error:
+            value = error
+        if value is not None:
+            yield Row(number, value, "line")
+        offset += size
 
 
 def _line_of_fault(raw: bytes) -> int:

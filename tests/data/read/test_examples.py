@@ -80,55 +80,6 @@ def test_a_mixture_may_end_with_its_first_source(folder: Path) -> None:
     assert any(f"{name}{count - 1}" in found for name, count in NUM.items())
 
 
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_a_stream_goes_on_from_any_position(folder: Path, weights: dict[str, float] | None) -> None:
-    config = config_of(folder, weights, val_size=0.1)
-    whole = texts(read_examples(config, seed=3))
-    stream = read_examples(config, seed=3)
-    for done in range(0, len(whole), 7):
-        position = json.loads(json.dumps(stream.position()))
-        assert texts(read_examples(config, seed=3, start=position)) == whole[done:], done
-        for _ in range(7):
-            next(stream, None)
-    with pytest.raises(DataError, match=r"the position is of 3 sources, and data.path has 1"):
-        read_examples(DataConfig(path=(str(folder / "a.jsonl"),)), start=position)
-
-
-@pytest.mark.parametrize("kind", ["json", "csv", "txt", "parquet", "saved", "jsonl.gz", "instances"])
-def test_every_kind_of_file_goes_on_from_a_position(tmp_path: Path, kind: str) -> None:
-    import gzip
-
-    import datasets
-
-    rows = [{"text": f"t{n}"} for n in range(9)]
-    path = tmp_path / f"a.{kind}"
-    if kind == "json":
-        path.write_text(json.dumps(rows))
-    elif kind == "csv":
-        path.write_text("text\n" + "\n".join(row["text"] for row in rows))
-    elif kind == "txt":
-        path = tmp_path
-        for row in rows:
-            (tmp_path / f"{row['text']}.txt").write_text(row["text"])
-    elif kind == "parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    elif kind == "saved":
-        datasets.Dataset.from_list(rows).save_to_disk(path)
-    elif kind == "instances":
-        path = tmp_path / "a.jsonl"
-        one = {"instruction": "i", "instances": [{"input": "", "output": f"o{n}"} for n in range(3)]}
-        path.write_text("\n".join([json.dumps(one)] * 3))
-    else:
-        path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    config = DataConfig(path=(str(path),))
-    whole = list(read_examples(config))
-    assert len(whole) == 9
-    stream = read_examples(config)
-    for done in range(9):
-        assert list(read_examples(config, start=stream.position())) == whole[done:]
-        next(stream)
-
-
 @pytest.mark.parametrize(("val_size", "count"), [(0.2, 15), (0.5, 37), (7, 7), (74, 74), (1, 1)])
 def test_what_is_held_out_is_left_out_of_training(folder: Path, val_size: float, count: int) -> None:
     config = config_of(folder, val_size=val_size)

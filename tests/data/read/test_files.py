@@ -15,7 +15,7 @@ from megatrain.data.example import TextExample
 from megatrain.data.read import arrow_rows, text_rows
 from megatrain.data.read.content import content_of
 from megatrain.data.read.examples import read_examples
-from megatrain.data.row import RowError, Start
+from megatrain.data.row import RowError
 from megatrain.errors import DataError
 
 ROWS = [
@@ -265,12 +265,10 @@ def test_a_large_text_file_without_line_ends_is_cut_too(
     file.write_text(text, encoding="utf-8")
     monkeypatch.setattr(text_rows, "MOST_DOCUMENT_BYTES", 8)
     monkeypatch.setattr(text_rows, "_MOST_REST_BYTES", rest)
-    rows = list(text_rows.read_txt(str(file), Start()))
+    rows = list(text_rows.read_txt(str(file)))
     parts = [row.value["text"] for row in rows if not isinstance(row.value, RowError)]
     assert "".join(parts) == text
     assert max(len(part.encode()) for part in parts) <= 8 + rest
-    for number, row in enumerate(rows, start=1):
-        assert list(text_rows.read_txt(str(file), Start(row.number, row.end))) == rows[number:]
 
 
 def test_an_array_is_parsed_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
