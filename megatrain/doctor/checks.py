@@ -18,6 +18,7 @@ from pathlib import Path
 from megatrain.doctor.disk import BlockDevice
 from megatrain.hardware.memory import GIB, host_memory
 from megatrain.hardware.present import Node, total_bytes
+from megatrain.hardware.system_files import field_bytes, text_of
 from megatrain.optim.threads import ThreadBudget
 
 ROOT = Path("/")
@@ -49,39 +50,50 @@ class Check:
     """What to do; empty only where nothing is to be done."""
 
 
+def passed(name: str, text: str) -> Check:
+    """Return a finding about which nothing is to be done."""
+    return Check(name=name, level=Level.OK, text=text)
+
+
+def warning(name: str, text: str, fix: str) -> Check:
+    """Return a finding that makes runs slower, or fail in some cases."""
+    return Check(name=name, level=Level.WARN, text=text, fix=fix)
+
+
+def failed(name: str, text: str, fix: str) -> Check:
+    """Return a finding with which a run will not work, or cannot be trusted."""
+    return Check(name=name, level=Level.FAIL, text=text, fix=fix)
+
+
 def check_memory(root: Path = ROOT) -> Check:
     """Compare what this process may take with what the machine has."""
     total, limit = total_bytes(root), host_memory(root)
     text = f"{_gib(limit.available_bytes)} may be taken now; the machine has {_gib(total)}"
     if limit.source.startswith("cgroup") and limit.available_bytes < 0.8 * total:
-        return Check(
-            name="host memory",
-            level=Level.WARN,
-            text=f"{text}; a control group limits it",
-            fix="raise the container's limit (docker run --memory=..., or MemoryMax= of its systemd unit)",
+        return warning(
+            "host memory",
+            f"{text}; a control group limits it",
+            "raise the container's limit (docker run --memory=..., or MemoryMax= of its systemd unit)",
         )
     if limit.available_bytes < 0.5 * total:
-        return Check(
-            name="host memory",
-            level=Level.WARN,
-            text=f"{text}; other processes hold the rest",
-            fix="stop what else runs here: the state of a model wants nearly all memory",
+        return warning(
+            "host memory",
+            f"{text}; other processes hold the rest",
+            "stop what else runs here: the state of a model wants nearly all memory",
         )
-    return Check(name="host memory", level=Level.OK, text=text)
+    return passed("host memory", text)
 
 
 def check_swap(root: Path = ROOT) -> Check:
     """Say whether memory may be swapped out, and is."""
-    text = _text(root / "proc/meminfo")
-    total, free = _kib(text, "SwapTotal"), _kib(text, "SwapFree")
+    total, free = (field_bytes(root / "proc/meminfo", field) for field in ("SwapTotal", "SwapFree"))
     if not total:
-        return Check(name="swap", level=Level.OK, text="off")
+        return passed("swap", "off")
     used = total - (free or 0)
-    return Check(
-        name="swap",
-        level=Level.WARN,
-        text=f"{_gib(total)} on, {_gib(used)} in use",
-        fix="swap turns a run that is too large into one that is 100 times slower: sudo swapoff -a, or give "
+    return warning(
+        "swap",
+        f"{_gib(total)} on, {_gib(used)} in use",
+        "swap turns a run that is too large into one that is 100 times slower: sudo swapoff -a, or give "
         "the run no swap (docker run --memory-swap equal to --memory, MemorySwapMax=0)",
     )
 
@@ -95,15 +107,14 @@ def check_lockable(on_gpu: bool, limit: int | None = None) -> Check:
     """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY:
-        return Check(name="lockable memory", level=Level.OK, text="no limit")
+        return passed("lockable memory", "no limit")
     text = f"{_gib(limit)} by RLIMIT_MEMLOCK"
     if not on_gpu:
-        return Check(name="lockable memory", level=Level.OK, text=f"{text}; nothing is locked without a GPU")
-    return Check(
-        name="lockable memory",
-        level=Level.WARN,
-        text=f"{text}; drivers that obey it cannot lock a model's weights, and their copies are slower",
-        fix="ulimit -l unlimited, memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1",
+        return passed("lockable memory", f"{text}; nothing is locked without a GPU")
+    return warning(
+        "lockable memory",
+        f"{text}; drivers that obey it cannot lock a model's weights, and their copies are slower",
+        "ulimit -l unlimited, memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1",
     )
 
 
@@ -113,19 +124,19 @@ _SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 def check_huge_pages(root: Path = ROOT) -> Check:
     """Say whether the arenas of a model get huge pages, and those that several ranks share."""
     folder = root / "sys/kernel/mm/transparent_hugepage"
-    chosen, shared = (re.search(r"\[(\w+)\]", _text(folder / name)) for name in ("enabled", "shmem_enabled"))
+    texts = (text_of(folder / name) for name in ("enabled", "shmem_enabled"))
+    chosen, shared = (re.search(r"\[(\w+)\]", text) for text in texts)
     if chosen is None:
-        return Check(name="huge pages", level=Level.OK, text="the system does not tell")
+        return passed("huge pages", "the system does not tell")
     if chosen[1] != "never":
         text = f"transparent, {chosen[1]}"
         if shared is not None and shared[1] in ("never", "deny"):
             text += f"; none for what several ranks share: echo advise | sudo tee {_SHARED_PAGES}"
-        return Check(name="huge pages", level=Level.OK, text=text)
-    return Check(
-        name="huge pages",
-        level=Level.WARN,
-        text="off: more of each update's time goes into looking up pages",
-        fix="echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        return passed("huge pages", text)
+    return warning(
+        "huge pages",
+        "off: more of each update's time goes into looking up pages",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
     )
 
 
@@ -141,12 +152,11 @@ def check_nodes(nodes: Sequence[Node], allowed: frozenset[int], device_node: int
     sizes = ", ".join(f"{node.number}: {node.kind} {_gib(node.nbytes)}" for node in nodes)
     text = f"{len(nodes)} ({sizes})" if len(nodes) > 1 else "1"
     if len(own) <= 1 or device_node is None or device_node < 0:
-        return Check(name="NUMA nodes", level=Level.OK, text=text)
-    return Check(
-        name="NUMA nodes",
-        level=Level.WARN,
-        text=f"{text}; this process runs on {len(own)}, and the device is at node {device_node}",
-        fix=f"a model that fits into one node's memory copies faster from there: numactl "
+        return passed("NUMA nodes", text)
+    return warning(
+        "NUMA nodes",
+        f"{text}; this process runs on {len(own)}, and the device is at node {device_node}",
+        f"a model that fits into one node's memory copies faster from there: numactl "
         f"--cpunodebind={device_node} --membind={device_node} megatrain train ...",
     )
 
@@ -160,16 +170,15 @@ def check_threads(budget: ThreadBudget, omp_num_threads: str | None) -> Check:
     """
     text = budget.describe().removeprefix("threads: ")
     if omp_num_threads is None or budget.cores == 1:
-        return Check(name="threads", level=Level.OK, text=text)
+        return passed("threads", text)
     text = f"{text}; OMP_NUM_THREADS={omp_num_threads}"
     few = omp_num_threads.isdecimal() and int(omp_num_threads) < budget.num_threads
     if not few:
-        return Check(name="threads", level=Level.OK, text=text)
-    return Check(
-        name="threads",
-        level=Level.WARN,
-        text=f"{text}: updates ignore it, but torch on the CPU obeys it",
-        fix="unset OMP_NUM_THREADS, unless the machine is busy with other work (torchrun sets it to 1)",
+        return passed("threads", text)
+    return warning(
+        "threads",
+        f"{text}: updates ignore it, but torch on the CPU obeys it",
+        "unset OMP_NUM_THREADS, unless the machine is busy with other work (torchrun sets it to 1)",
     )
 
 
@@ -178,14 +187,13 @@ def check_shm(root: Path = ROOT) -> Check:
     try:
         nbytes = shutil.disk_usage(root / "dev/shm").total
     except OSError:
-        return Check(name="/dev/shm", level=Level.OK, text="none here; one process does not use it")
+        return passed("/dev/shm", "none here; one process does not use it")
     if nbytes >= _LITTLE_SHM_BYTES:
-        return Check(name="/dev/shm", level=Level.OK, text=_gib(nbytes))
-    return Check(
-        name="/dev/shm",
-        level=Level.WARN,
-        text=f"{_gib(nbytes)}; one GPU is unaffected, other programs' data loaders are not",
-        fix="docker run --shm-size=8g",
+        return passed("/dev/shm", _gib(nbytes))
+    return warning(
+        "/dev/shm",
+        f"{_gib(nbytes)}; one GPU is unaffected, other programs' data loaders are not",
+        "docker run --shm-size=8g",
     )
 
 
@@ -200,83 +208,59 @@ def check_disk(path: Path, drive: BlockDevice, free: int | None = None) -> list[
     existing = next(level for level in (path, *path.absolute().parents) if level.is_dir())
     where = f"{drive.file_system} on {drive.name}" + (f" ({drive.model})" if drive.model else "")
     free = shutil.disk_usage(existing).free if free is None else free
+    name, text = "run directory", f"{where}; {_gb(free)} free"
     if not os.access(existing, os.W_OK | os.X_OK):
-        room = Check(
-            name="run directory",
-            level=Level.FAIL,
-            text=f"{where}; it cannot be written",
-            fix="give another with --path (train: out=DIR), or change its owner",
-        )
+        fix = "give another with --path (train: out=DIR), or change its owner"
+        room = failed(name, f"{where}; it cannot be written", fix)
+    elif free >= _LITTLE_DISK_BYTES:
+        room = passed(name, text)
     else:
-        level = Level.FAIL if free < _NO_DISK_BYTES else Level.WARN if free < _LITTLE_DISK_BYTES else Level.OK
-        room = Check(
-            name="run directory",
-            level=level,
-            text=f"{where}; {_gb(free)} free",
-            fix=""
-            if level is Level.OK
-            else "a checkpoint takes 12 bytes per parameter, and two are kept: make room, or give another "
-            "with --path (train: out=DIR)",
+        fix = (
+            "a checkpoint takes 12 bytes per parameter, and two are kept: make room, or give another with "
+            "--path (train: out=DIR)"
         )
+        room = (failed if free < _NO_DISK_BYTES else warning)(name, text, fix)
     return [room, _check_kind(drive), _check_wear(drive)]
 
 
 def _check_kind(drive: BlockDevice) -> Check:
     name = "drive"
     if drive.file_system in _MEMORY_FILE_SYSTEMS:
-        return Check(
-            name=name,
-            level=Level.WARN,
-            text=f"{drive.file_system}: files are in host memory, and lost when the machine stops",
-            fix="give a directory on a drive with --path (train: out=DIR)",
+        return warning(
+            name,
+            f"{drive.file_system}: files are in host memory, and lost when the machine stops",
+            "give a directory on a drive with --path (train: out=DIR)",
         )
     if drive.file_system in _REMOTE_FILE_SYSTEMS:
-        return Check(
-            name=name,
-            level=Level.WARN,
-            text=f"{drive.file_system}: not local",
-            fix="checkpoints may go there; for state on NVMe, give a local directory",
+        return warning(
+            name,
+            f"{drive.file_system}: not local",
+            "checkpoints may go there; for state on NVMe, give a local directory",
         )
     if drive.is_rotational:
-        return Check(
-            name=name,
-            level=Level.WARN,
-            text="a turning disk",
-            fix="checkpoints may go there; state on it would take hours per step: use an NVMe drive",
+        return warning(
+            name,
+            "a turning disk",
+            "checkpoints may go there; state on it would take hours per step: use an NVMe drive",
         )
     kind = "NVMe" if drive.name.startswith("nvme") else "not rotating" if drive.is_rotational is False else ""
-    return Check(name=name, level=Level.OK, text=kind or "its kind is not told")
+    return passed(name, kind or "its kind is not told")
 
 
 def _check_wear(drive: BlockDevice) -> Check:
     name = "drive wear"
     written = "" if drive.written_bytes is None else f"{_gb(drive.written_bytes)} written since start-up; "
     if drive.life_used is None:
-        return Check(
-            name=name,
-            level=Level.OK,
-            text=f"{written}endurance is not readable from /sys (sudo nvme smart-log shows percentage_used)",
+        return passed(
+            name, f"{written}endurance is not readable from /sys (sudo nvme smart-log shows percentage_used)"
         )
     if drive.life_used < 0.8:
-        return Check(name=name, level=Level.OK, text=f"{written}{drive.life_used:.0%} of its life used")
-    return Check(
-        name=name,
-        level=Level.WARN,
-        text=f"{written}{drive.life_used:.0%} of its rated life used",
-        fix="keep no state of a run on this drive, and copies of its checkpoints elsewhere",
+        return passed(name, f"{written}{drive.life_used:.0%} of its life used")
+    return warning(
+        name,
+        f"{written}{drive.life_used:.0%} of its rated life used",
+        "keep no state of a run on this drive, and copies of its checkpoints elsewhere",
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _kib(text: str, field: str) -> int | None:
-    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 def _gib(nbytes: float) -> str:

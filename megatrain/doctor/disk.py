@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.hardware.system_files import text_of
+
 ROOT = Path("/")
 _SECTOR = 512
 """Bytes of the unit of `/sys/block/*/stat`, whatever the drive's own is."""
@@ -51,11 +53,11 @@ def block_device(path: Path, root: Path = ROOT, number: tuple[int, int] | None =
             written_bytes=None,
             life_used=None,
         )
-    rotational = _text(folder / "queue/rotational")
+    rotational = text_of(folder / "queue/rotational")
     return BlockDevice(
         name=folder.name,
         file_system=file_system,
-        model=_text(folder / "device/model"),
+        model=text_of(folder / "device/model"),
         # a virtual disk says that it turns, whatever is below it
         is_rotational=rotational == "1" and not folder.name.startswith("vd") if rotational else None,
         written_bytes=_written(folder),
@@ -76,7 +78,7 @@ def _disk(link: Path) -> Path | None:
 
 def _file_system(root: Path, number: tuple[int, int]) -> str:
     """Return the type of the file system that is mounted from a device, `unknown` if none is."""
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         if before.split()[2:3] == [f"{number[0]}:{number[1]}"] and after:
             return after.split()[0]
@@ -84,7 +86,7 @@ def _file_system(root: Path, number: tuple[int, int]) -> str:
 
 
 def _written(folder: Path) -> int | None:
-    fields = _text(folder / "stat").split()
+    fields = text_of(folder / "stat").split()
     return int(fields[6]) * _SECTOR if len(fields) > 6 and fields[6].isdigit() else None
 
 
@@ -93,13 +95,6 @@ def _life_used(folder: Path) -> float | None:
 
     NVMe drives tell theirs by a command that takes an administrator's rights (`nvme smart-log`).
     """
-    estimates = _text(folder / "device/life_time").split()
+    estimates = text_of(folder / "device/life_time").split()
     tenths = [int(text, 16) for text in estimates if text.startswith("0x") and text[2:].isalnum()]
     return max(tenths) / 10 if any(tenths) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -23,6 +23,7 @@ from megatrain.doctor.checks import (
     check_shm,
     check_swap,
     check_threads,
+    warning,
 )
 from megatrain.doctor.disk import block_device
 from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_sensor
@@ -33,6 +34,7 @@ from megatrain.hardware.machines import machine_json
 from megatrain.hardware.memory import GIB
 from megatrain.hardware.present import memory_nodes
 from megatrain.hardware.spec import HardwareSpec
+from megatrain.hardware.system_files import number_of
 from megatrain.optim.threads import update_threads
 
 _log = logging.getLogger(__name__)
@@ -132,33 +134,30 @@ def check_bench(bench: Bench, on_gpu: bool) -> list[Check]:
     if bench.drive is not None and not bench.drive.is_direct:
         rate = bench.drive.rates
         checks.append(
-            Check(
-                name="direct I/O",
-                level=Level.WARN,
-                text="the file system has none: reads and writes go through the page cache "
+            warning(
+                "direct I/O",
+                "the file system has none: reads and writes go through the page cache "
                 f"({rate.read_bytes_per_s / 1e9:.2f} and {rate.write_bytes_per_s / 1e9:.2f} GB/s here), "
                 "which costs about 6 times the CPU time",
-                fix="give a directory on ext4 or xfs with --path",
+                "give a directory on ext4 or xfs with --path",
             )
         )
     refused = None if bench.locked_bytes is None else max(GIB, 2 * bench.locked_bytes)
     if refused is not None and refused <= bench.lock_limit:
         checks.append(
-            Check(
-                name="locked memory",
-                level=Level.WARN,
-                text=f"{refused / GIB:g} GiB could not be locked at once: copies go through a buffer, and "
+            warning(
+                "locked memory",
+                f"{refused / GIB:g} GiB could not be locked at once: copies go through a buffer, and "
                 "are slower",
-                fix="look at the limits of the container (docker run --ulimit memlock=-1) and at the driver",
+                "look at the limits of the container (docker run --ulimit memlock=-1) and at the driver",
             )
         )
     elif on_gpu and bench.copies.pageable_share > 0.95:
         checks.append(
-            Check(
-                name="locked memory",
-                level=Level.WARN,
-                text="copies from locked memory are no faster than from pageable memory",
-                fix="look at the limits of the container (docker run --ulimit memlock=-1) and at the driver",
+            warning(
+                "locked memory",
+                "copies from locked memory are no faster than from pageable memory",
+                "look at the limits of the container (docker run --ulimit memlock=-1) and at the driver",
             )
         )
     return checks
@@ -246,7 +245,4 @@ def _device_node(properties: Any) -> int | None:
     address = pci_address(properties)
     if address is None:
         return None
-    try:
-        return int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-    except (OSError, ValueError):
-        return None
+    return number_of(Path(f"/sys/bus/pci/devices/{address}/numa_node"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatrain.config.optimizers.registry import DEFAULT
-from megatrain.doctor.checks import ROOT, Check, Level
+from megatrain.doctor.checks import ROOT, Check, failed, passed, warning
 from megatrain.hardware.care import Sensor
 from megatrain.hardware.memory import GIB
 from megatrain.layout.block_bytes import BlockBytes
@@ -50,13 +50,12 @@ def check_versions(found: dict[str, str] | None = None, wanted: list[str] | None
         if match and match[1] in found and _numbers(found[match[1]]) < _numbers(match[2]):
             wrong.append(requirement)
     if wrong:
-        return Check(
-            name="versions",
-            level=Level.FAIL,
-            text=f"{text}; wanted: {', '.join(wrong)}",
-            fix=f"pip install {' '.join(repr(requirement) for requirement in wrong)}",
+        return failed(
+            "versions",
+            f"{text}; wanted: {', '.join(wrong)}",
+            f"pip install {' '.join(repr(requirement) for requirement in wrong)}",
         )
-    return Check(name="versions", level=Level.OK, text=text)
+    return passed("versions", text)
 
 
 def check_device(device: torch.device, root: Path = ROOT) -> Check:
@@ -64,18 +63,16 @@ def check_device(device: torch.device, root: Path = ROOT) -> Check:
     if device.type == "cuda":
         return _check_gpu(device)
     if (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists():
-        return Check(
-            name="device",
-            level=Level.FAIL,
-            text="cpu, though an NVIDIA driver is here: torch sees no CUDA device",
-            fix="install a torch build with CUDA (pip show torch says which this is), and look at "
+        return failed(
+            "device",
+            "cpu, though an NVIDIA driver is here: torch sees no CUDA device",
+            "install a torch build with CUDA (pip show torch says which this is), and look at "
             "CUDA_VISIBLE_DEVICES, and at --gpus all of docker run",
         )
-    return Check(
-        name="device",
-        level=Level.WARN,
-        text="cpu: torch sees no accelerator, so blocks run where their weights are",
-        fix="train small models here, or plan for another machine: megatrain plan --machine h200",
+    return warning(
+        "device",
+        "cpu: torch sees no accelerator, so blocks run where their weights are",
+        "train small models here, or plan for another machine: megatrain plan --machine h200",
     )
 
 
@@ -84,24 +81,22 @@ def _check_gpu(device: torch.device) -> Check:
     try:
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        return Check(
-            name="device",
-            level=Level.FAIL,
-            text=f"{properties.name} does not answer ({str(error).splitlines()[0]})",
-            fix="ask nvidia-smi whether the driver knows it; end the processes on it, or restart",
+        return failed(
+            "device",
+            f"{properties.name} does not answer ({str(error).splitlines()[0]})",
+            "ask nvidia-smi whether the driver knows it; end the processes on it, or restart",
         )
     text = (
         f"{properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, compute capability "
         f"{properties.major}.{properties.minor}"
     )
     if free < 0.8 * total:
-        return Check(
-            name="device",
-            level=Level.WARN,
-            text=f"{text}; another process holds the rest",
-            fix="nvidia-smi names the processes; stop them, or set CUDA_VISIBLE_DEVICES to a free device",
+        return warning(
+            "device",
+            f"{text}; another process holds the rest",
+            "nvidia-smi names the processes; stop them, or set CUDA_VISIBLE_DEVICES to a free device",
         )
-    return Check(name="device", level=Level.OK, text=text)
+    return passed("device", text)
 
 
 def check_updates(device: torch.device) -> Check:
@@ -110,13 +105,12 @@ def check_updates(device: torch.device) -> Check:
     fused_bytes = BlockBytes(num_split=1, num_state=1).fused_update_bytes(DEFAULT)
     if reason is None:
         text = f"one Triton kernel, {fused_bytes} bytes per parameter; its bits were compared with torch's"
-        return Check(name=name, level=Level.OK, text=text)
-    return Check(
-        name=name,
-        level=Level.WARN,
-        text=f"torch's operations, {DEFAULT.device_bytes} bytes per parameter where Triton's kernel moves "
+        return passed(name, text)
+    return warning(
+        name,
+        f"torch's operations, {DEFAULT.device_bytes} bytes per parameter where Triton's kernel moves "
         f"{fused_bytes}: {reason}",
-        fix="pip install triton where it is not installed; else nothing is to be done",
+        "pip install triton where it is not installed; else nothing is to be done",
     )
 
 
@@ -125,11 +119,10 @@ def check_sensor(sensor: Sensor | None) -> list[Check]:
     name = "device health"
     if sensor is None:
         return [
-            Check(
-                name=name,
-                level=Level.WARN,
-                text="not known: NVML or its package is missing",
-                fix="pip install nvidia-ml-py (in the gpu extra)",
+            warning(
+                name,
+                "not known: NVML or its package is missing",
+                "pip install nvidia-ml-py (in the gpu extra)",
             )
         ]
     parts = [f"driver {sensor.driver() or 'unknown'}"]
@@ -139,37 +132,29 @@ def check_sensor(sensor: Sensor | None) -> list[Check]:
     if heat_c is not None:
         parts.append(f"{heat_c:.0f} C")
     slowed = [reason for reason in sensor.throttled() or () if reason != "power cap"]
-    found = Check(
-        name=name,
-        level=Level.WARN if slowed else Level.OK,
-        text=", ".join([*parts, *(f"slowed down: {reason}" for reason in slowed)]),
-        fix="look at its cooling and its power supply" if slowed else "",
-    )
-    return [found, _check_ecc(sensor)]
+    text = ", ".join([*parts, *(f"slowed down: {reason}" for reason in slowed)])
+    fix = "look at its cooling and its power supply"
+    return [warning(name, text, fix) if slowed else passed(name, text), _check_ecc(sensor)]
 
 
 def _check_ecc(sensor: Sensor) -> Check:
     name, has_ecc = "device memory errors", sensor.has_ecc()
     if has_ecc is None:
-        return Check(name=name, level=Level.OK, text="this device does not correct any (no ECC)")
+        return passed(name, "this device does not correct any (no ECC)")
     if not has_ecc:
-        return Check(
-            name=name,
-            level=Level.WARN,
-            text="ECC is off: a flipped bit goes into the weights unseen",
-            fix="sudo nvidia-smi -e 1, then restart the machine",
+        return warning(
+            name,
+            "ECC is off: a flipped bit goes into the weights unseen",
+            "sudo nvidia-smi -e 1, then restart the machine",
         )
     bad = sensor.ecc_errors(corrected=False)
     if bad:
-        return Check(
-            name=name,
-            level=Level.FAIL,
-            text=f"{bad} that ECC could not correct since the driver was loaded",
-            fix="do not train on this device: nvidia-smi -q -d ECC,ROW_REMAPPER, then have it replaced",
+        return failed(
+            name,
+            f"{bad} that ECC could not correct since the driver was loaded",
+            "do not train on this device: nvidia-smi -q -d ECC,ROW_REMAPPER, then have it replaced",
         )
-    return Check(
-        name=name, level=Level.OK, text=f"ECC is on, {sensor.ecc_errors(corrected=True) or 0} corrected"
-    )
+    return passed(name, f"ECC is on, {sensor.ecc_errors(corrected=True) or 0} corrected")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.hardware.system_files import text_of
+
 _log = logging.getLogger(__name__)
 
 REASONS: Mapping[int, str] = {
@@ -342,8 +344,5 @@ def _scaled(value: Any, factor: float) -> float | None:
 
 def _sum_of(path: Path, pattern: str) -> int | None:
     """Add up the numbers that a pattern finds in a file; None: no file, or none found."""
-    try:
-        found = re.findall(pattern, path.read_text(), re.MULTILINE)
-    except OSError:  # not Linux, or hidden by the container
-        return None
+    found = re.findall(pattern, text_of(path), re.MULTILINE)
     return sum(map(int, found)) if found else None

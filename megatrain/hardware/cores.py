@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
+from megatrain.hardware.system_files import number_of, text_of
+
 SYSTEM = Path("/sys/devices/system")
 
 
@@ -31,10 +33,7 @@ def numa_nodes(cpus: Iterable[int], system: Path = SYSTEM) -> list[frozenset[int
     """Return the CPUs of each NUMA node that has one of `cpus`; a node of memory alone has none."""
     wanted, found = set(cpus), {}
     for path in system.glob("node/node[0-9]*/cpulist"):
-        try:
-            found[int(path.parent.name.removeprefix("node"))] = cpu_list(path.read_text())
-        except OSError:  # hidden by the container
-            continue
+        found[int(path.parent.name.removeprefix("node"))] = cpu_list(text_of(path))
     return [found[number] for number in sorted(found) if not wanted.isdisjoint(found[number])]
 
 
@@ -52,14 +51,8 @@ def physical_cores(cpus: Iterable[int], system: Path = SYSTEM) -> list[list[int]
     cores: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for cpu in sorted(cpus):
         topology = system / "cpu" / f"cpu{cpu}" / "topology"
-        try:
-            siblings = min(cpu_list((topology / "thread_siblings_list").read_text()))
-        except (OSError, ValueError):  # not Linux, or hidden by the container: each CPU is a core
-            siblings = cpu
-        try:
-            socket = int((topology / "physical_package_id").read_text())
-        except (OSError, ValueError):
-            socket = 0
+        siblings = min(cpu_list(text_of(topology / "thread_siblings_list")), default=cpu)
+        socket = number_of(topology / "physical_package_id") or 0
         cores[socket, node_of.get(cpu, 0), siblings].append(cpu)
     return [cores[place] for place in sorted(cores)]
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+
+from megatrain.hardware.system_files import field_bytes, number_of, text_of
 
 GIB = 1 << 30
 
@@ -14,6 +19,21 @@ _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 
 _MAPPED_BYTES = 1 << 20
+
+
+_CGROUPS = (
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", "(?:in)?active"),
+    (
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_(?:in)?active",
+    ),
+)
+"""The controller of control groups of version 2 and 1, their mount, and what their files are called."""
+_UNLIMITED_BYTES = 1 << 60
+"""The bytes from which a limit is none: version 1 writes "no limit" as a huge number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +49,7 @@ def host_memory(root: Path = Path("/")) -> MemoryLimit:
 
     Page cache counts as available: the kernel gives it up before it refuses memory.
     """
-    limits = [_machine(root), *_cgroup_v2(root), *_cgroup_v1(root), *_own_limits(root)]
+    limits = [_machine(root), *_cgroups(root), *_own_limits(root)]
     return min(limits, key=lambda limit: limit.available_bytes)
 
 
@@ -64,45 +84,24 @@ def give_back_where_short(room: int) -> None:
 
 
 def _machine(root: Path) -> MemoryLimit:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        fields = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
-        return MemoryLimit(fields["MemAvailable"] * 1024, "MemAvailable of the machine")
-    except (OSError, KeyError, ValueError):
-        # no /proc on this system, so what is free is not known: the whole memory is the only bound
-        return MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of the machine")
+    available = field_bytes(root / "proc/meminfo", "MemAvailable")
+    if available is not None:
+        return MemoryLimit(available, "MemAvailable of the machine")
+    # no /proc on this system, so what is free is not known: the whole memory is the only bound
+    return MemoryLimit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of the machine")
 
 
-def _cgroup_v2(root: Path) -> list[MemoryLimit]:
-    path = _own_group(root, "0::")
-    mount = root / "sys/fs/cgroup"
-    limits = []
-    while path is not None:
-        group = mount / path
-        limit = _number(group / "memory.max")
-        used = _number(group / "memory.current")
-        if limit is not None and used is not None:
-            cache = _stat(group / "memory.stat", ("inactive_file", "active_file"))
-            limits.append(MemoryLimit(max(0, limit - used + cache), f"cgroup limit /{path}"))
-        path = path.parent if path != path.parent else None
-    return limits
-
-
-def _cgroup_v1(root: Path) -> list[MemoryLimit]:
-    path = _own_group(root, "memory:")
-    mount = root / "sys/fs/cgroup/memory"
-    limits = []
-    while path is not None:
-        group = mount / path
-        limit = _number(group / "memory.limit_in_bytes")
-        used = _number(group / "memory.usage_in_bytes")
-        if (
-            limit is not None and used is not None and limit < 1 << 60
-        ):  # v1 writes "no limit" as a huge number
-            cache = _stat(group / "memory.stat", ("total_inactive_file", "total_active_file"))
-            limits.append(MemoryLimit(max(0, limit - used + cache), f"cgroup limit /{path}"))
-        path = path.parent if path != path.parent else None
-    return limits
+def _cgroups(root: Path) -> Iterator[MemoryLimit]:
+    groups = [line.split(":", 2) for line in text_of(root / "proc/self/cgroup").splitlines()]
+    for controller, mount, most, now, cached in _CGROUPS:
+        own = [Path(path.lstrip("/")) for _, names, path in groups if controller in names.split(",")][:1]
+        for path in chain(own, *(each.parents for each in own)):
+            group = root / mount / path
+            limit, used = number_of(group / most), number_of(group / now)
+            if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
+                pages = re.findall(rf"^{cached}_file (\d+)$", text_of(group / "memory.stat"), re.MULTILINE)
+                left = limit - used + sum(map(int, pages))
+                yield MemoryLimit(max(0, left), f"cgroup limit /{path}")
 
 
 def _own_limits(root: Path) -> list[MemoryLimit]:
@@ -115,46 +114,13 @@ def _own_limits(root: Path) -> list[MemoryLimit]:
         limit, _ = resource.getrlimit(kind)
         if limit == resource.RLIM_INFINITY:
             continue
-        used = _status_kib(root, field)
+        used = field_bytes(root / "proc/self/status", field)
         if used is not None:
-            limits.append(MemoryLimit(max(0, limit - 1024 * used), name))
+            limits.append(MemoryLimit(max(0, limit - used), name))
     return limits
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
     """Return the anonymous and shared memory of this process, 0 where the system does not say."""
-    return 1024 * sum(_status_kib(root, field) or 0 for field in ("RssAnon", "RssShmem"))
-
-
-def _status_kib(root: Path, field: str) -> int | None:
-    try:
-        lines = (root / "proc/self/status").read_text().splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
-    except (OSError, ValueError):
-        return None
-
-
-def _own_group(root: Path, marker: str) -> Path | None:
-    try:
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if marker in line:
-                return Path(line.split(":", 2)[2].lstrip("/"))
-    except OSError:
-        pass
-    return None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-        return None if text == "max" else int(text)
-    except (OSError, ValueError):
-        return None
-
-
-def _stat(path: Path, keys: tuple[str, ...]) -> int:
-    try:
-        pairs = (line.split() for line in path.read_text().splitlines())
-        return sum(int(value) for key, value in pairs if key in keys)
-    except (OSError, ValueError):
-        return 0
+    status = root / "proc/self/status"
+    return sum(field_bytes(status, field) or 0 for field in ("RssAnon", "RssShmem"))

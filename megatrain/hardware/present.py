@@ -19,6 +19,7 @@ from megatrain.hardware.cores import cpu_list
 from megatrain.hardware.machines import machine_json, parse_machine, read_json, write_json
 from megatrain.hardware.memory import GIB, host_memory
 from megatrain.hardware.spec import Drives, HardwareSpec, MemoryNode
+from megatrain.hardware.system_files import field_bytes, number_of, text_of
 
 ROOT = Path("/")
 
@@ -96,19 +97,19 @@ def memory_nodes(root: Path = ROOT) -> tuple[Node, ...]:
     has_cxl = any((root / "sys/bus/cxl/devices").glob("mem*"))
     nodes = []
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        cpus = cpu_list(_text(folder / "cpulist"))
-        total = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo"))
+        cpus = cpu_list(text_of(folder / "cpulist"))
+        total = re.search(r"MemTotal:\s+(\d+) kB", text_of(folder / "meminfo"))
         nbytes = int(total[1]) * 1024 if total else 0
         if nbytes and (cpus or has_cxl):
             kind = "dram" if cpus else "cxl"
-            claimed = _text(folder / "access0/initiators/read_bandwidth").strip()  # in MB/s
+            claimed = number_of(folder / "access0/initiators/read_bandwidth")  # in MB/s
             nodes.append(
                 Node(
                     number=int(folder.name[4:]),
                     nbytes=nbytes,
                     cpus=cpus,
                     kind=kind,
-                    claimed_bytes_per_s=int(claimed) * 1e6 if claimed.isdigit() and int(claimed) else None,
+                    claimed_bytes_per_s=claimed * 1e6 if claimed else None,
                 )
             )
     if not any(node.kind == "dram" for node in nodes):
@@ -119,15 +120,13 @@ def memory_nodes(root: Path = ROOT) -> tuple[Node, ...]:
 
 def total_bytes(root: Path = ROOT) -> int:
     """Return the memory of the machine, whoever uses it."""
-    total = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    if total:
-        return int(total[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = field_bytes(root / "proc/meminfo", "MemTotal")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if total is None else total
 
 
 def cpu_model(root: Path = ROOT) -> str:
     """Return the processor's name, `unknown` where the system does not say."""
-    text = _text(root / "proc/cpuinfo")
+    text = text_of(root / "proc/cpuinfo")
     found = re.search(r"^(?:model name|Model|CPU part)\s*:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else "unknown"
 
@@ -292,10 +291,3 @@ def _sources(measured: Measurements) -> dict[str, str]:
         for field in HardwareSpec.__dataclass_fields__
         if (text := said.get(field, how)) is not None
     }
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.hardware.cores import SYSTEM, allowed_cpus, numa_nodes, physical_cores
+from megatrain.hardware.system_files import text_of
 
 _LEFT_OVER = "for the launcher and the loader"
 
@@ -90,12 +91,8 @@ def _quota_cpus() -> float | None:
 
 def _cgroup_cpus(membership: Path, root: Path) -> float | None:
     """Return the tightest CPU quota of the control groups (versions 1 and 2), in CPUs; None if free."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
     quotas = []
-    for line in lines:
+    for line in text_of(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             folders = [root, root / "unified"]
@@ -106,22 +103,13 @@ def _cgroup_cpus(membership: Path, root: Path) -> float | None:
         for folder in folders:
             # A container may not see its own path under the mount: its parents, the mount itself included,
             # bind too.
-            group = folder / path.lstrip("/")
-            while True:
-                quotas.append(_quota(group))
-                if group == folder:
-                    break
-                group = group.parent
+            own = Path(path.lstrip("/"))
+            quotas += [_quota(folder / group) for group in (own, *own.parents)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota(group: Path) -> float | None:
-    try:
-        if (group / "cpu.max").exists():
-            limit, period = (group / "cpu.max").read_text().split()
-        else:
-            limit = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
-        return int(limit) / int(period) if limit != "max" and int(limit) > 0 else None
-    except (OSError, ValueError):
-        return None
+    names = ("cpu.max",) if (group / "cpu.max").exists() else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = [word for name in names for word in text_of(group / name).split()]
+    are_numbers = len(words) == 2 and all(map(str.isdecimal, words))
+    return int(words[0]) / int(words[1]) if are_numbers and int(words[0]) > 0 else None
