@@ -105,15 +105,8 @@ def parse_machine(raw: object, *, source: str) -> HardwareSpec:
 
 def machine_json(spec: HardwareSpec) -> dict[str, Any]:
     """Return the machine as the object of a machine file."""
-    return asdict(spec) | {
-        "matmul_flops_per_s": dict(spec.matmul_flops_per_s),
-        "peak_flops_per_s": dict(spec.peak_flops_per_s),
-        "attention_flops_per_s": dict(spec.attention_flops_per_s),
-        "attention_backward_flops_per_s": dict(spec.attention_backward_flops_per_s),
-        "compressed_params_per_s": dict(spec.compressed_params_per_s),
-        "update_params_per_s": {str(count): rate for count, rate in spec.update_params_per_s.items()},
-        "sources": dict(spec.sources),
-    }
+    counts = {str(count): rate for count, rate in spec.update_params_per_s.items()}
+    return asdict(spec) | {"update_params_per_s": counts}
 
 
 def save_machine(spec: HardwareSpec, path: str | os.PathLike[str]) -> None:
@@ -152,8 +145,9 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _object(where: str, raw: object, kind: type, readers: Mapping[str, _Reader]) -> dict[str, Any]:
     """Read the fields of a dataclass: none unknown, none missing that has no default."""
+    few = ", ".join(list(readers)[:3])
     if not isinstance(raw, dict):
-        raise _Wrong(f"{where} is {_shown(raw)}; it must be an object with fields such as {_few(readers)}")
+        raise _Wrong(f"{where} is {_shown(raw)}; it must be an object with fields such as {few}")
     prefix = "" if kind is HardwareSpec else f"{where}."
     for key in raw:
         if key not in readers:
@@ -170,17 +164,27 @@ def _object(where: str, raw: object, kind: type, readers: Mapping[str, _Reader])
     return {"sources": {}, **values} if kind is HardwareSpec else values
 
 
+def _expect(is_right: bool, name: str, value: Any, wanted: str) -> None:
+    if not is_right:
+        raise _Wrong(f"{name} is {_shown(value)}; it must be {wanted}")
+
+
+def _reader(is_right: Callable[[Any], bool], wanted: str, made: Callable[[Any], Any]) -> _Reader:
+    def read(name: str, value: Any) -> Any:
+        _expect(is_right(value), name, value, wanted)
+        return made(value)
+
+    return read
+
+
 def _number(minimum: float, above: bool, maximum: float = math.inf) -> _Reader:
     kind = f"a number {'above' if above else 'of at least'} {minimum:g}"
     kind += "" if maximum == math.inf else f" and at most {maximum:g}"
 
-    def read(name: str, value: Any) -> float:
-        is_within = _is_number(value) and minimum <= value <= maximum
-        if not is_within or (above and value == minimum):
-            raise _Wrong(f"{name} is {_shown(value)}; it must be {kind}")
-        return float(value)
+    def is_within(value: Any) -> bool:
+        return _is_number(value) and minimum <= value <= maximum and not (above and value == minimum)
 
-    return read
+    return _reader(is_within, kind, float)
 
 
 def _is_number(value: Any) -> bool:
@@ -188,37 +192,13 @@ def _is_number(value: Any) -> bool:
     return is_number and abs(value) <= _LARGEST  # false for nan too
 
 
-def _whole(name: str, value: Any) -> int:
-    if not _is_number(value) or value != int(value) or value < 1:
-        raise _Wrong(f"{name} is {_shown(value)}; it must be a whole number of at least 1")
-    return int(value)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise _Wrong(f"{name} is {_shown(value)}; it must be text")
-    return value
-
-
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _Wrong(f"{name} is {_shown(value)}; it must be true or false")
-    return value
-
-
-def _kind(name: str, value: Any) -> str:
-    if value not in ("dram", "cxl"):
-        raise _Wrong(f"{name} is {_shown(value)}; it must be dram or cxl")
-    return str(value)
-
-
 def _or_null(reader: _Reader) -> _Reader:
     return lambda name, value: None if value is None else reader(name, value)
 
 
 def _rates(name: str, value: Any) -> dict[str, float]:
-    if not isinstance(value, dict) or set(value) != set(_DTYPES):
-        raise _Wrong(f"{name} is {_shown(value)}; it must be an object with the keys {' and '.join(_DTYPES)}")
+    is_right = isinstance(value, dict) and set(value) == set(_DTYPES)
+    _expect(is_right, name, value, f"an object with the keys {' and '.join(_DTYPES)}")
     return {dtype: _positive(f"{name}.{dtype}", value[dtype]) for dtype in _DTYPES}
 
 
@@ -238,16 +218,14 @@ def _attention(name: str, value: Any) -> dict[str, float]:
 
 
 def _compressed(name: str, value: Any) -> dict[str, float]:
-    if not isinstance(value, dict) or any(" " not in key for key in set(value) - {"bf16", "int8"}):
-        raise _Wrong(
-            f"{name} is {_shown(value)}; it must be an object with the keys bf16 and int8, or NAME FORMAT"
-        )
+    is_right = isinstance(value, dict) and all(" " in key for key in set(value) - {"bf16", "int8"})
+    _expect(is_right, name, value, "an object with the keys bf16 and int8, or NAME FORMAT")
     return {key: _positive(f"{name}.{key}", rate) for key, rate in value.items()}
 
 
 def _updates(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or not value:
-        raise _Wrong(f"{name} is {_shown(value)}; it must be an object from numbers of threads to rates")
+    is_right = isinstance(value, dict) and bool(value)
+    _expect(is_right, name, value, "an object from numbers of threads to rates")
     rates = {}
     for threads, rate in value.items():
         if not (threads.isascii() and threads.isdigit()) or int(threads) < 1:
@@ -257,8 +235,8 @@ def _updates(name: str, value: Any) -> dict[int, float]:
 
 
 def _nodes(name: str, value: Any) -> tuple[MemoryNode, ...]:
-    if not isinstance(value, list) or not value:
-        raise _Wrong(f"{name} is {_shown(value)}; it must be a list of at least one memory node")
+    is_right = isinstance(value, list) and bool(value)
+    _expect(is_right, name, value, "a list of at least one memory node")
     nodes = tuple(
         MemoryNode(**_object(f"{name}[{index}]", node, MemoryNode, _NODE_FIELDS))
         for index, node in enumerate(value)
@@ -273,14 +251,21 @@ def _drives(name: str, value: Any) -> Drives | None:
 
 
 def _sources(name: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise _Wrong(f"{name} is {_shown(value)}; it must be an object from fields to texts")
+    _expect(isinstance(value, dict), name, value, "an object from fields to texts")
     return {key: _text(f"{name}.{key}", text) for key, text in value.items()}
 
 
 _positive = _number(0, above=True)
 _at_least_0 = _number(0, above=False)
 _share = _number(0, above=True, maximum=1)
+_whole = _reader(
+    lambda value: _is_number(value) and value == int(value) and value >= 1,
+    "a whole number of at least 1",
+    int,
+)
+_text = _reader(lambda value: isinstance(value, str) and value != "", "text", str)
+_bool = _reader(lambda value: isinstance(value, bool), "true or false", bool)
+_kind = _reader(lambda value: value in ("dram", "cxl"), "dram or cxl", str)
 
 _NODE_FIELDS: dict[str, _Reader] = {"nbytes": _whole, "bytes_per_s": _positive, "kind": _kind}
 _DRIVE_FIELDS: dict[str, _Reader] = {
@@ -333,10 +318,6 @@ _FIELDS: dict[str, _Reader] = {
 def _nearest(key: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(key, list(known), n=1)
     return f"did you mean {close[0]}?" if close else f"the fields are {', '.join(known)}"
-
-
-def _few(readers: Mapping[str, _Reader]) -> str:
-    return ", ".join(list(readers)[:3])
 
 
 def _shown(value: object) -> str:
