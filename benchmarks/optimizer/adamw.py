@@ -24,7 +24,7 @@ from numba import njit
 from torch import Tensor
 
 from benchmarks.report import emit, hardware, spread
-from megatrain.optim.adamw.host import AdamWStep, update
+from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
 from megatrain.optim.pool import WorkerPool, worker_threads
 from megatrain.optim.sums import sum_of_squares
 from megatrain.store.master import split_master_into
@@ -92,15 +92,14 @@ def make_variants(numel: int) -> dict[str, Callable[[WorkerPool], object]]:
     values = arena(torch.float32).fill_(1.0)
 
     def adamw(pool: WorkerPool) -> None:
-        update(
-            pool,
-            hyper,
+        planes = Planes(
             working=working,
             remainder=remainder,
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
             gradient=gradient,
         )
+        update_many(pool, [(hyper, planes)])
 
     def torch_fused_plus_copy(pool: WorkerPool) -> None:
         rival.step()

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from megatrain.errors import ConfigError
 from megatrain.optim.threads import update_threads, worker_threads
 
 T = TypeVar("T")
@@ -139,18 +138,17 @@ class _Job(Generic[T]):
 
 _default_lock = threading.Lock()
 _default_pool: WorkerPool | None = None
-_default_threads: int | None = None
 
 
 def default_pool() -> WorkerPool:
     """Return the pool that everything shares unless told otherwise, made on the first call.
 
-    It has as many threads as `set_default_threads` said; else as `update_threads` finds.
+    It has as many threads as `update_threads` finds.
     """
     global _default_pool
     with _default_lock:
         if _default_pool is None:
-            _default_pool = WorkerPool(update_threads(_default_threads).num_threads)
+            _default_pool = WorkerPool(update_threads().num_threads)
         return _default_pool
 
 
@@ -158,21 +156,3 @@ def default_pool() -> WorkerPool:
 def _close_default() -> None:
     if _default_pool is not None:
         _default_pool.close()
-
-
-def set_default_threads(num_threads: int) -> None:
-    """Choose the size of `default_pool`, once per process, before anything uses the pool.
-
-    Raises:
-        ConfigError: The number is below 1, or the pool has another size already.
-    """
-    global _default_threads
-    if num_threads < 1:
-        raise ConfigError(f"the number of threads for updates is {num_threads}; use 1 or more")
-    with _default_lock:
-        if _default_pool is not None and _default_pool.num_threads != num_threads:
-            raise ConfigError(
-                f"the number of threads for updates is {num_threads}, but this process already has "
-                f"{_default_pool.num_threads}; choose it before the first model is attached"
-            )
-        _default_threads = num_threads

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.optim.adamw.host import AdamWStep, Planes, update, update_many
+from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import TASK_NUMEL
 from megatrain.store.master import join_master, split_master
@@ -19,6 +19,10 @@ HYPER = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, st
 @pytest.fixture(scope="module")
 def pool() -> WorkerPool:
     return WorkerPool(2)
+
+
+def update(pool: WorkerPool, hyper: AdamWStep, **planes: Any) -> None:
+    update_many(pool, [(hyper, Planes(**planes))])
 
 
 def randn(numel: int, seed: int) -> Tensor:

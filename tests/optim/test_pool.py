@@ -7,9 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatrain.errors import ConfigError
 from megatrain.optim import pool as pool_module
-from megatrain.optim.pool import WorkerPool, default_pool, set_default_threads
+from megatrain.optim.pool import WorkerPool, default_pool
 from megatrain.optim.threads import update_threads
 
 
@@ -117,7 +116,6 @@ def test_idle_workers_keep_nothing_alive() -> None:
 def fresh_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has no default pool yet."""
     monkeypatch.setattr(pool_module, "_default_pool", None)
-    monkeypatch.setattr(pool_module, "_default_threads", None)
     yield
     if pool_module._default_pool is not None:
         pool_module._default_pool.close()
@@ -128,25 +126,6 @@ def test_default_pool_is_one() -> None:
     pools = WorkerPool(4).run([default_pool] * 8)
     assert set(pools) == {default_pool()}
     assert default_pool().num_threads == update_threads().num_threads >= 1
-
-
-@pytest.mark.usefixtures("fresh_default")
-def test_default_pool_has_the_threads_that_were_set() -> None:
-    set_default_threads(2)
-    set_default_threads(3)  # nothing uses it yet
-    assert default_pool().num_threads == 3
-    set_default_threads(3)
-    with pytest.raises(ConfigError, match="is 5, but this process already has 3"):
-        set_default_threads(5)
-    assert default_pool().num_threads == 3
-
-
-@pytest.mark.usefixtures("fresh_default")
-@pytest.mark.parametrize("num_threads", [0, -2])
-def test_no_threads_are_refused(num_threads: int) -> None:
-    with pytest.raises(ConfigError, match=f"is {num_threads}; use 1 or more"):
-        set_default_threads(num_threads)
-    assert default_pool().num_threads == update_threads().num_threads
 
 
 def test_a_job_that_is_done_keeps_no_buffers() -> None:

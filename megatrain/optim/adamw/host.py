@@ -139,31 +139,6 @@ class Planes:
         )
 
 
-def update(
-    pool: WorkerPool,
-    hyper: AdamWStep,
-    *,
-    working: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient: Tensor,
-    exp_avg_scale: Tensor | None = None,
-    exp_avg_sq_scale: Tensor | None = None,
-) -> None:
-    """Update one range in place; see `Planes` for the tensors."""
-    planes = Planes(
-        working=working,
-        remainder=remainder,
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        gradient=gradient,
-        exp_avg_scale=exp_avg_scale,
-        exp_avg_sq_scale=exp_avg_sq_scale,
-    )
-    update_many(pool, [(hyper, planes)])
-
-
 def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) -> None:
     """Update many ranges in place; small ones (norm weights, biases) share tasks.
 
