@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from megatrain.errors import ConfigError
-from megatrain.hf.batches.ahead import Ahead, instead
+from megatrain.hf.batches.ahead import Ahead
 from megatrain.hf.batches.steps import StepGroup
 from megatrain.hf.ranks import working_alone
 from megatrain.hf.streaming import Streaming
@@ -84,9 +85,12 @@ class WithReference(Streaming):
             loaders.append(Ahead(self.engine, prepare(loader), find_all))
             return loaders[-1]
 
+        def take(*_: Any) -> Any:
+            return loaders[-1].take()
+
         with (
-            instead(self.accelerator, "prepare", prepared),
-            instead(self, "compute_ref_log_probs", lambda *_: loaders[-1].take()),
+            mock.patch.object(self.accelerator, "prepare", prepared),
+            mock.patch.object(self, "compute_ref_log_probs", take),
         ):
             yield
 

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from transformers import Trainer
@@ -22,7 +23,7 @@ from transformers.trainer_utils import has_length
 from megatrain.config.read_choice import as_values
 from megatrain.errors import ConfigError
 from megatrain.hf.arguments import MegatrainArguments, mapped
-from megatrain.hf.batches.ahead import Turns, instead
+from megatrain.hf.batches.ahead import Turns
 from megatrain.hf.batches.evaluation import Predictions
 from megatrain.hf.batches.steps import StepGroup
 from megatrain.hf.batches.traces import Traces
@@ -298,11 +299,15 @@ class Streaming(_Base):
         ranks, predictions = self._ranks, Predictions(self, loss_only, ignore_keys)
         if ranks is None or not has_length(dataloader):
             ahead = predictions.ahead(dataloader)
-            with instead(self, "prediction_step", lambda *_, **__: ahead.take()):
+            with mock.patch.object(self, "prediction_step", ahead.take):
                 return super().evaluation_loop(ahead, *given)
         with ranks.watch.moving(f"evaluating step {self.state.global_step}"):
             found = predictions.shared(ranks, dataloader)
-            with instead(self, "prediction_step", lambda *_, **__: next(found)):
+
+            def take(*_: Any, **__: Any) -> Any:
+                return next(found)
+
+            with mock.patch.object(self, "prediction_step", take):
                 return super().evaluation_loop(dataloader, *given)
 
     def run_together(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -99,7 +98,7 @@ class Ahead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def take(self) -> Any:
+    def take(self, *_: Any, **__: Any) -> Any:
         """Return the result of the batch that the loop has now."""
         return self._found
 
@@ -139,20 +138,6 @@ def cut_nothing(loader: Any) -> None:
     """
     if hasattr(loader, "end_of_dataloader"):
         loader.end_of_dataloader = False
-
-
-@contextmanager
-def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a method of an object for a while."""
-    nothing = object()
-    before = vars(owner).get(name, nothing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if before is not nothing:
-            setattr(owner, name, before)
 
 
 def num_tokens(batch: Any) -> int:

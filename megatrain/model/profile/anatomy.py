@@ -166,9 +166,6 @@ class Anatomy:
     model_flops_per_token: float
     """Forward and backward, nothing recomputed: `model.flops`."""
     head_forward: Cost
-    head_peak_bytes: int
-    """Most bytes on the device at a time in head, loss and their backward, of one micro-batch; in chunks
-    where the engine computes them so."""
     head_is_chunked: bool
     """Whether head and loss pass in chunks of tokens."""
     constant_bytes: int

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatrain.config.adaptation import Adaptation
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.head import chunk_tokens_of
@@ -33,99 +32,62 @@ from megatrain.model.weights.skeleton import num_parameters, skeleton_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Unpack
+
+    from megatrain.model.profile.counter import ModelShape
 
 
 def count_anatomy(
     config: PretrainedConfig,
     *,
     micro_batch_size: int,
-    seq_len: int,
-    precision: Literal["fp32", "bf16"],
-    attn_implementation: str | None = None,
     head_chunk_tokens: int | None = None,
     device_type: str = "accelerator",
-    adaptation: Adaptation | None = None,
-    is_packed: bool = False,
-    sequence: int = 1,
+    **model: Unpack[ModelShape],
 ) -> Anatomy:
     """Count what a model costs for one shape of micro-batch.
 
     Args:
         config: The configuration of a causal language model.
-        micro_batch_size: Rows.
-        seq_len: Tokens of a row.
-        precision: The precision in which weights are kept, as in `attach`.
-        attn_implementation: The attention implementation, by its name in transformers; None takes the
-            default.
+        micro_batch_size: The number of rows.
         head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
         device_type: `cpu` or `accelerator`.
-        adaptation: The part of the model that is trained, adapters among it; None: all of it.
-        is_packed: Rows are of several documents, which positions keep apart: `sdpa` gets a mask then.
-        sequence: Ranks that share out the tokens of every row; what one of them computes is counted.
+        model: The rows, precision and adapters of the model, as in `Counter.of`.
 
     Raises:
         ModelError: The model cannot be built or streamed, decides by values what it computes, or does not
             compute the same where rows are shared out.
         ConfigError: A shape or a precision that there is not, or heads that cannot be shared out.
     """
-    counter = Counter.of(
-        config,
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        attn_implementation=attn_implementation,
-        adaptation=adaptation,
-        is_packed=is_packed,
-        sequence=sequence,
-    )
-    return _count(counter, config.model_type, precision, head_chunk_tokens, device_type)
+    counter = Counter.of(config, micro_batch_size=micro_batch_size, **model)
+    return _count(counter, head_chunk_tokens, device_type)
 
 
 def count_sizes(
     config: PretrainedConfig,
     *,
     sizes: Sequence[int],
-    seq_len: int,
-    precision: Literal["fp32", "bf16"],
-    attn_implementation: str | None = None,
     head_chunk_tokens: int | None = None,
     device_type: str = "accelerator",
-    adaptation: Adaptation | None = None,
-    is_packed: bool = False,
-    sequence: int = 1,
+    **model: Unpack[ModelShape],
 ) -> list[Anatomy]:
     """Count what a model costs in micro-batches of several sizes, each as `count_anatomy` does, in one run.
 
     Args:
         config: The model's configuration; this and all that follows is as in `count_anatomy`.
-        sizes: Rows of a micro-batch, a group of `alike`.
-        seq_len: Tokens of a row.
-        precision: The precision in which weights are kept.
-        attn_implementation: The attention implementation, by its name in transformers.
-        head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
+        sizes: The numbers of rows of a micro-batch, a group of `alike`.
+        head_chunk_tokens: The number of tokens in a chunk of the head.
         device_type: `cpu` or `accelerator`.
-        adaptation: The part of the model that is trained.
-        is_packed: Rows are of several documents.
-        sequence: Ranks that share out the tokens of every row.
+        model: The rows, precision and adapters of the model.
 
     Raises:
         ModelError, ConfigError: As `count_anatomy`.
     """
-    counter = Counter.of(
-        config,
-        micro_batch_size=1,
-        seq_len=seq_len,
-        precision=precision,
-        attn_implementation=attn_implementation,
-        adaptation=adaptation,
-        is_packed=is_packed,
-        sequence=sequence,
-    )
+    counter = Counter.of(config, micro_batch_size=1, **model)
     chunk = counter.let_run(sizes, head_chunk_tokens)
     whole = counter.run(chunk, device_type=device_type)
     return [
-        _anatomy(counter, of_size(whole, number, but=NOT_COUNTED), size, config.model_type, precision)
-        for number, size in enumerate(sizes)
+        _anatomy(counter, of_size(whole, number, but=NOT_COUNTED), size) for number, size in enumerate(sizes)
     ]
 
 
@@ -174,28 +136,19 @@ def count_model(
         skeleton = skeleton_of(model)
         counter = Counter(skeleton, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.sequence = sequence
-        return _count(counter, model.config.model_type, precision, head_chunk_tokens, device_type)
+        return _count(counter, head_chunk_tokens, device_type)
     except MegatrainError:
         raise
     except Exception as error:  # a model's own code fails in its own way without weights
         raise ModelError(f"{type(model).__name__} cannot be counted: {first_line(error)}") from error
 
 
-def _count(
-    counter: Counter,
-    model_type: str,
-    precision: Literal["fp32", "bf16"],
-    head_chunk_tokens: int | None,
-    device_type: str,
-) -> Anatomy:
+def _count(counter: Counter, head_chunk_tokens: int | None, device_type: str) -> Anatomy:
     """Count the model of a counter."""
-    whole = counter.run(head_chunk_tokens, device_type=device_type)
-    return _anatomy(counter, whole, counter.shape[0], model_type, precision)
+    return _anatomy(counter, counter.run(head_chunk_tokens, device_type=device_type), counter.shape[0])
 
 
-def _anatomy(
-    counter: Counter, whole: WholePass, micro_batch_size: int, model_type: str, precision: str
-) -> Anatomy:
+def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anatomy:
     """Put together what was counted of a pass of so many rows."""
     model, seq_len = counter.model, counter.shape[1]
     own_len, shares = -(-seq_len // counter.sequence), counter.sequence > 1
@@ -206,8 +159,8 @@ def _anatomy(
     per_token = IDS_BYTES + POSITION_BYTES * (counter.is_packed or shares) + IDS_BYTES // 2 * shares
     ids = per_token * micro_batch_size * own_len  # with the labels that were shifted before they were cut
     return Anatomy(
-        model_type=model_type,
-        precision=precision,
+        model_type=counter.model_type,
+        precision=counter.precision,
         micro_batch_size=micro_batch_size,
         seq_len=own_len,
         layers=counter.describe(whole),
@@ -221,7 +174,6 @@ def _anatomy(
         num_trained=num_trained,
         model_flops_per_token=flops.model_flops(seq_len),
         head_forward=whole.head_forward,
-        head_peak_bytes=max(whole.head_forward_peak_bytes, whole.head_backward_peak_bytes),
         head_is_chunked=whole.is_chunked,
         head_saved_bytes=whole.head_saved_bytes,
         constant_bytes=buffers + whole.forward_bytes + ids,

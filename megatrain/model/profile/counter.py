@@ -44,6 +44,18 @@ from megatrain.model.weights.skeleton import build_skeleton
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Required, TypedDict
+
+    class ModelShape(TypedDict, total=False):
+        """The arguments of `Counter.of` for one size of micro-batch or several."""
+
+        seq_len: Required[int]
+        precision: Required[Literal["fp32", "bf16"]]
+        attn_implementation: str | None
+        adaptation: Adaptation | None
+        is_packed: bool
+        sequence: int
+
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +107,7 @@ class Counter:
                 f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
             )
         self.model = model.train()
+        self.model_type, self.precision = str(model.config.model_type), precision
         self.has_router_loss = adds_router_loss(self.model.config)
         self.warnings = _leave_out_router_loss(self.model)
         self.shape = micro_batch_size, seq_len
@@ -128,7 +141,26 @@ class Counter:
         is_packed: bool = False,
         sequence: int = 1,
     ) -> Counter:
-        """Build a model; see `count_anatomy` for the arguments and what is raised."""
+        """Build a model.
+
+        Args:
+            config: The configuration of a causal language model, or of a larger model with one inside.
+            micro_batch_size: The number of rows.
+            seq_len: The number of tokens of a row.
+            precision: The precision in which weights are kept, as in `attach`.
+            attn_implementation: The attention implementation, by its name in transformers; None takes the
+                default.
+            adaptation: The part of the model that is trained, adapters among it; None: all of it.
+            is_packed: Whether rows are of several documents, which positions keep apart: `sdpa` gets a mask
+                then.
+            sequence: The number of ranks that share out the tokens of every row; what one of them computes is
+                counted.
+
+        Raises:
+            ModelError: The model cannot be built or streamed, or does not compute the same where rows are
+                shared out.
+            ConfigError: A shape or a precision that there is not, or heads that cannot be shared out.
+        """
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
         if sequence > 1:
@@ -139,6 +171,7 @@ class Counter:
         if adaptation is not None:
             adapt(model, adaptation)
         counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
+        counter.model_type = config.model_type
         counter.is_packed, counter.sequence = is_packed, sequence
         return counter
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +101,6 @@ class WholePassTracer:
         self._chunk_tokens = head_chunk_tokens
         self._trace = trace
         self._kinds: dict[Hashable, int] = {}
-        self._numbers: dict[int, int] = {}
         self._embedded: StorageWeakRef | None = None
         self._embedded_bytes: Any = 0
         self._chunk_start: Cost | None = None
@@ -183,22 +184,11 @@ class WholePassTracer:
     def _stubs(self) -> Iterator[None]:
         with ExitStack() as stack:
             for number, layer in enumerate(self._layers):
-                self._numbers[id(layer)] = number
-                stack.enter_context(self._stub(number, layer))
+                stack.enter_context(mock.patch.object(layer, "forward", partial(self._pass, number, layer)))
             yield
 
-    @contextmanager
-    def _stub(self, number: int, layer: nn.Module) -> Iterator[None]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._pass(number, LayerCall(layer, args, kwargs))
-
-        layer.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            del layer.__dict__["forward"]
-
-    def _pass(self, number: int, call: LayerCall) -> Any:
+    def _pass(self, number: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = LayerCall(layer, args, kwargs)
         hidden = call.hidden
         # nothing is trained so far: a first layer that is sends no gradient further, but later ones send one
         wants = hidden.requires_grad or not any(p.requires_grad for p in call.module.parameters())

@@ -12,14 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from megatrain.config.adaptation import Adaptation
 from megatrain.config.policies import KEEP
 from megatrain.model.caches import with_own_caches
 from megatrain.model.profile.counter import Counter
@@ -28,6 +27,9 @@ from megatrain.model.profile.tracing import FakeBlock, LayerCall
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+    from typing_extensions import Unpack
+
+    from megatrain.model.profile.counter import ModelShape
 
 _FEWEST_PASSES, _MOST_PASSES = 3, 9
 _BUDGET_S = 0.4
@@ -48,42 +50,22 @@ class LayerSeconds:
 
 
 def time_layers(
-    config: PretrainedConfig,
-    *,
-    micro_batch_size: int,
-    seq_len: int,
-    precision: Literal["fp32", "bf16"],
-    attn_implementation: str | None = None,
-    adaptation: Adaptation | None = None,
-    sequence: int = 1,
+    config: PretrainedConfig, *, micro_batch_size: int, **model: Unpack[ModelShape]
 ) -> list[LayerSeconds]:
     """Run a layer of every kind on the CPU, with torch's threads of now; one layer's memory is taken.
 
-    Draws from no generator of the caller's.
+    Draws from no generator of the caller's. Where rows are shared out, the times leave out what ranks wait
+    for each other.
 
     Args:
         config: The configuration of a causal language model, or of a larger model with one inside.
-        micro_batch_size: Rows.
-        seq_len: Tokens of a row.
-        precision: The precision in which weights are kept.
-        attn_implementation: The attention implementation, by its name in transformers; None takes the
-            default.
-        adaptation: The part of the model that is trained; None: all of it.
-        sequence: The number of shards of a row, as in `count_anatomy`; the times leave out what ranks wait
-            for each other.
+        micro_batch_size: The number of rows.
+        model: The rows, precision and adapters of the model, as in `Counter.of`.
 
     Raises:
         ModelError: The configuration is refused, as by `count_anatomy`.
     """
-    counter = Counter.of(
-        config,
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        attn_implementation=attn_implementation,
-        adaptation=adaptation,
-        sequence=sequence,
-    )
+    counter = Counter.of(config, micro_batch_size=micro_batch_size, **model)
     whole = counter.run(None, device_type="cpu", policies=(KEEP.name,))
     found = []
     with torch.random.fork_rng(devices=[]):

@@ -6,11 +6,12 @@ which is where their gradients end; recomputation is torch's checkpoint; caches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -303,19 +304,14 @@ class _Entered:
         self._settle_peaks()
         return self._fragment_peak, self._whole_peak
 
-    @contextmanager
-    def _entering(self, module: nn.Module, block: FakeBlock) -> Iterator[None]:
+    def _entering(self, module: nn.Module, block: FakeBlock) -> AbstractContextManager[object]:
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._enter(block)
             return inner(*args, **kwargs)
 
-        module.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            del module.__dict__["forward"]
+        return mock.patch.object(module, "forward", forward)
 
     def _enter(self, block: FakeBlock) -> None:
         if self._entered is not block:
