@@ -15,9 +15,7 @@ from megatrain.config.foreign.translation import (
     chat_template,
     common,
     lora_modules,
-    optimizer,
     preference,
-    schedule,
 )
 from megatrain.errors import ConfigError
 from megatrain.objective.registry import OBJECTIVES
@@ -25,7 +23,6 @@ from megatrain.objective.registry import OBJECTIVES
 _REASONS = {
     "model_type": "the class is the one that config.json names",
     "tokenizer_type": "the tokenizer is the directory's own",
-    "trust_remote_code": "code in a model directory is never run",
     "strict": "unknown keys are always an error",
     "dataset_prepared_path": "prepared data is kept and found again by itself; data.cache says where",
     "dataset_processes": "data.workers is the number of processes that tokenise",
@@ -34,13 +31,9 @@ _REASONS = {
     "group_by_length": "sequences are full, so there is nothing to group",
     "special_tokens": "the tokens that begin, end and fill are the tokenizer's own: change them in a copy of "
     "it, and give that as data.tokenizer; what fills a row is neither seen nor trained on",
-    "gradient_checkpointing": NEEDLESS_MEMORY,
     "gradient_checkpointing_kwargs": NEEDLESS_MEMORY,
     "activation_offloading": NEEDLESS_MEMORY,
     "layer_offloading": NEEDLESS_MEMORY,
-    "deepspeed": SEVERAL_GPUS,
-    "fsdp": SEVERAL_GPUS,
-    "fsdp_config": SEVERAL_GPUS,
     "fsdp_version": SEVERAL_GPUS,
     "tensor_parallel_size": SEVERAL_GPUS,
     "load_in_8bit": QUANTISED,
@@ -53,7 +46,6 @@ _REASONS = {
     "wandb_name": "WANDB_NAME in the environment says it",
     "wandb_watch": "gradients are not there to be watched",
     "wandb_log_model": "WANDB_LOG_MODEL in the environment says it",
-    "hub_model_id": "megatrain export has the switch for it",
     "save_first_step": "checkpoint.every is a number of steps, or epoch/N",
     "save_safetensors": "files are always safetensors",
     "train_on_eos": "the end of each turn that is trained on is trained on",
@@ -142,21 +134,18 @@ def translate(t: Translation) -> None:
             "given",
             "train.on_spike=stop is set: it ends the run at a loss far above the last 64",
         )
-    schedule(t, "lr_scheduler")
+    t.theirs.setdefault("num_epochs", 1)
+    common(t, schedule="lr_scheduler", optimizer="optimizer")
     if least is not None and t.settings["optim.schedule"] == "cosine":
         t.set("optim.schedule", "cosine_with_min_lr")
         t.set("optim.schedule_args", {"min_lr_rate": least})
-    optimizer(t, "optimizer")
-    t.theirs.setdefault("num_epochs", 1)
-    common(t)
     _times(t)
     if t.take("wandb_project"):
         t.set("log.to", ["wandb"])
         t.leave_out(
             "wandb_project", "given", "log.to=[wandb] is set; WANDB_PROJECT in the environment names it"
         )
-    t.refuse(_REASONS)
-    t.refuse_rest(lambda key: "there is nothing like it here")
+    t.refuse_rest(_REASONS, lambda key: "there is nothing like it here")
 
 
 def _data(t: Translation) -> None:

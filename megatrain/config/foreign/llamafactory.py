@@ -10,20 +10,16 @@ from pathlib import PurePosixPath
 from megatrain.config.foreign.translation import (
     NEEDLESS_MEMORY,
     QUANTISED,
-    SEVERAL_GPUS,
     Translation,
     chat_template,
     common,
     lora_modules,
-    optimizer,
     preference,
-    schedule,
 )
 from megatrain.errors import ConfigError
 from megatrain.objective.registry import OBJECTIVES
 
 _REASONS = {
-    "trust_remote_code": "code in a model directory is never run",
     "overwrite_cache": "prepared data is found again by what it was made of",
     "overwrite_output_dir": "a run that is there is gone on with; give another directory for a new one",
     "plot_loss": "report.html is written at the end of each run",
@@ -31,10 +27,6 @@ _REASONS = {
     "tokenized_path": "prepared data is kept and found again by itself; data.cache says where",
     "dataloader_num_workers": "data.workers is for tokenising; batches need no process",
     "ddp_timeout": "parallel.timeout says how many seconds ranks wait for one another",
-    "deepspeed": SEVERAL_GPUS,
-    "fsdp": SEVERAL_GPUS,
-    "fsdp_config": SEVERAL_GPUS,
-    "gradient_checkpointing": NEEDLESS_MEMORY,
     "disable_gradient_checkpointing": NEEDLESS_MEMORY,
     "use_unsloth": NEEDLESS_MEMORY,
     "use_unsloth_gc": NEEDLESS_MEMORY,
@@ -46,7 +38,6 @@ _REASONS = {
     "predict_with_generate": "evaluation is loss and perplexity; eval.prompts are continued",
     "run_name": "the run directory is the name",
     "push_to_hub": "megatrain export has the switch for it",
-    "hub_model_id": "megatrain export has the switch for it",
     "save_only_model": "a checkpoint always has the whole state; hf/ is the model alone",
     "quantization_bit": QUANTISED,
     "quantization_method": QUANTISED,
@@ -108,11 +99,8 @@ def translate(t: Translation) -> None:
     stage = _stage(t)
     _data(t, stage)
     _adapters(t)
-    schedule(t, "lr_scheduler_type")
-    optimizer(t, "optim")
-    common(t)
-    t.refuse(_REASONS)
-    t.refuse_rest(_reason)
+    common(t, schedule="lr_scheduler_type", optimizer="optim")
+    t.refuse_rest(_REASONS, _reason)
 
 
 def _stage(t: Translation) -> str:

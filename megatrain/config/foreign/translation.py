@@ -52,16 +52,16 @@ class Translation:
             if value is not None:
                 self.set(ours, value)
 
-    def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Leave out keys that have no meaning here."""
-        for key, reason in reasons.items():
-            if key in self.theirs:
-                self.leave_out(key, self.theirs.pop(key), reason)
+    def refuse_rest(self, reasons: Mapping[str, str], unknown: Callable[[str], str]) -> None:
+        """Leave out all unread keys.
 
-    def refuse_rest(self, reasons: Callable[[str], str]) -> None:
-        """Leave out all unread keys, each with a reason."""
+        Args:
+            reasons: The reasons why keys of this trainer have no meaning here.
+            unknown: The reason for any other key.
+        """
         for key in list(self.theirs):
-            self.leave_out(key, self.theirs.pop(key), reasons(key))
+            reason = reasons.get(key) or _REASONS.get(key) or unknown(key)
+            self.leave_out(key, self.theirs.pop(key), reason)
 
 
 NEEDLESS_MEMORY = "memory is planned: `megatrain plan` shows where everything goes"
@@ -73,11 +73,26 @@ QUANTISED = (
     "the base is never quantised: it waits in host memory in bf16, 2 bytes per parameter, and passes the "
     "device layer by layer"
 )
+_REASONS = {
+    "trust_remote_code": "code in a model directory is never run",
+    "gradient_checkpointing": NEEDLESS_MEMORY,
+    "deepspeed": SEVERAL_GPUS,
+    "fsdp": SEVERAL_GPUS,
+    "fsdp_config": SEVERAL_GPUS,
+    "hub_model_id": "megatrain export has the switch for it",
+}
+"""The keys that both trainers have and that have no meaning here, each with the reason."""
 _ADAMS = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
 
 
-def common(t: Translation) -> None:
-    """Translate the keys that both have from transformers' TrainingArguments, with the defaults of these."""
+def common(t: Translation, *, schedule: str, optimizer: str) -> None:
+    """Translate the keys that both have from transformers' TrainingArguments, with the defaults of these.
+
+    Args:
+        t: The translation of the file.
+        schedule: The key that names the schedule.
+        optimizer: The key that names the optimizer.
+    """
     t.rename(
         {
             "learning_rate": "optim.lr",
@@ -93,18 +108,17 @@ def common(t: Translation) -> None:
     t.set("train.seed", t.take("seed", 42))
     t.set("optim.weight_decay", t.take("weight_decay", 0.0))
     t.set("optim.betas", [t.take("adam_beta1", 0.9), t.take("adam_beta2", 0.999)])
-    norm = t.take("max_grad_norm", 1.0)
-    t.set("optim.max_grad_norm", norm or None)
+    t.set("optim.max_grad_norm", t.take("max_grad_norm", 1.0) or None)
+    t.set("optim.schedule", t.take(schedule, "linear"))
+    arguments = t.take("lr_scheduler_kwargs")
+    if arguments:
+        t.set("optim.schedule_args", arguments)
+    name = t.take(optimizer)
+    if name is not None and str(name) not in _ADAMS:
+        t.leave_out(optimizer, name, OPTIMISER)
     _lengths(t)
     _checkpoints(t)
     _precision(t)
-
-
-def optimizer(t: Translation, key: str) -> None:
-    """Leave out an optimizer other than AdamW."""
-    name = t.take(key)
-    if name is not None and str(name) not in _ADAMS:
-        t.leave_out(key, name, OPTIMISER)
 
 
 def _lengths(t: Translation) -> None:
@@ -122,32 +136,30 @@ def _lengths(t: Translation) -> None:
 
 
 def _checkpoints(t: Translation) -> None:
-    strategy, every = t.take("save_strategy", "steps"), t.take("save_steps")
-    if strategy == "no":
+    saves = t.take("save_strategy")
+    if saves == "no":
         t.set("checkpoint.every", None)
-    elif strategy == "epoch":
-        t.set("checkpoint.every", "epoch")
-    elif isinstance(every, int) and every >= 1:
-        t.set("checkpoint.every", every)
-    elif every is not None:
-        t.leave_out("save_steps", every, "checkpoint.every is a number of steps, or epoch/N")
-    if strategy not in ("steps", "no", "epoch"):
-        t.leave_out("save_strategy", strategy, "checkpoint.every is a number of steps, or epoch/N")
-    strategy, every = t.take("eval_strategy", t.take("evaluation_strategy")), t.take("eval_steps")
-    if strategy == "epoch":
-        t.set("eval.every", "epoch")
-    elif isinstance(every, int) and every >= 1 and strategy != "no":
-        t.set("eval.every", every)
-    elif every is not None and strategy != "no":
-        t.leave_out("eval_steps", every, "eval.every is a number of steps, or epoch/N")
-    if strategy not in (None, "no", "steps", "epoch"):
-        t.leave_out("eval_strategy", strategy, "eval.every is a number of steps, or epoch/N")
+    _every(t, "checkpoint.every", "save", saves)
+    _every(t, "eval.every", "eval", t.take("eval_strategy", t.take("evaluation_strategy")))
     resume = t.take("resume_from_checkpoint")
     if isinstance(resume, str) and resume != "auto":
         t.leave_out("resume_from_checkpoint", resume, "only checkpoints of megatrain can be gone on from")
     report = t.take("report_to")
     if report not in _NOTHING:
         t.set("log.to", [report] if isinstance(report, str) else report)
+
+
+def _every(t: Translation, setting: str, kind: str, strategy: Any) -> None:
+    every = t.take(f"{kind}_steps")
+    reason = f"{setting} is a number of steps, or epoch/N"
+    if strategy == "epoch":
+        t.set(setting, "epoch")
+    elif strategy != "no" and isinstance(every, int) and every >= 1:
+        t.set(setting, every)
+    elif strategy != "no":
+        t.leave_out(f"{kind}_steps", every, reason)
+    if strategy not in ("steps", "no", "epoch"):
+        t.leave_out(f"{kind}_strategy", strategy, reason)
 
 
 def _precision(t: Translation) -> None:
@@ -159,14 +171,6 @@ def _precision(t: Translation) -> None:
     for key in ("fp16", "float16"):
         if key in asked:
             t.leave_out(key, True, "bf16 is taken, which needs no scaling of losses")
-
-
-def schedule(t: Translation, key: str) -> None:
-    """Translate the schedule; transformers' default is linear."""
-    t.set("optim.schedule", t.take(key, "linear"))
-    arguments = t.take("lr_scheduler_kwargs")
-    if arguments:
-        t.set("optim.schedule_args", arguments)
 
 
 def chat_template(t: Translation, key: str, name: Any, names: Mapping[str, str]) -> None:
