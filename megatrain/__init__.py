@@ -5,8 +5,9 @@ The public names resolve on first use (PEP 562): `import megatrain` loads neithe
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatrain.lazy import resolver
 
 if TYPE_CHECKING:
     from megatrain.config.choice import Choice, StepBatch
@@ -29,27 +30,6 @@ if TYPE_CHECKING:
     from megatrain.train.commands.fit import fit
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "Choice": "megatrain.config.choice",
-    "StepBatch": "megatrain.config.choice",
-    "Tiers": "megatrain.store.placement",
-    "Engine": "megatrain.stream.engine",
-    "attach": "megatrain.stream.attach",
-    "reattach": "megatrain.stream.attach",
-    "load": "megatrain.stream.load",
-    "fit": "megatrain.train.commands.fit",
-    "MegatrainError": "megatrain.errors",
-    "CallbackError": "megatrain.errors",
-    "CapacityError": "megatrain.errors",
-    "CheckpointError": "megatrain.errors",
-    "ConfigError": "megatrain.errors",
-    "DataError": "megatrain.errors",
-    "DivergedError": "megatrain.errors",
-    "ModelError": "megatrain.errors",
-    "OutputError": "megatrain.errors",
-    "TornStateError": "megatrain.errors",
-}
 
 __all__ = [
     "CallbackError",
@@ -74,12 +54,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'megatrain' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = resolver(
+    __name__,
+    {
+        "config.choice": ("Choice", "StepBatch"),
+        "store.placement": ("Tiers",),
+        "stream.engine": ("Engine",),
+        "stream.attach": ("attach", "reattach"),
+        "stream.load": ("load",),
+        "train.commands.fit": ("fit",),
+        "errors": [name for name in __all__ if name.endswith("Error")],
+    },
+)
 
 
 def __dir__() -> list[str]:

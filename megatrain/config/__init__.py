@@ -6,8 +6,9 @@ names resolve on first use (PEP 562): `megatrain.config.choice` loads no more th
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatrain.lazy import resolver
 
 if TYPE_CHECKING:
     from megatrain.config.keys import Key, config_keys
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
         set_keys,
     )
     from megatrain.config.sections.config import Config
-
-_HOMES = {"Config": "sections.config", "Key": "keys", "config_keys": "keys"}
-"""The module of each name that is not in `reading`."""
 
 __all__ = [
     "Config",
@@ -43,9 +41,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'megatrain.config' has no attribute {name!r}")
-    value = getattr(import_module(f"megatrain.config.{_HOMES.get(name, 'reading')}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = resolver(
+    __name__,
+    {
+        "config.reading": __all__,
+        "config.sections.config": ("Config",),
+        "config.keys": ("Key", "config_keys"),
+    },
+)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,9 +103,7 @@ class Ranks:
         ignore_sigterm_once(lambda: self.watch.is_lost)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:

@@ -5,8 +5,9 @@ The names resolve on first use, so that TRL is loaded by its own trainers alone.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatrain.lazy import resolver
 
 if TYPE_CHECKING:
     from megatrain.hf.arguments import MegatrainArguments
@@ -15,16 +16,6 @@ if TYPE_CHECKING:
     from megatrain.hf.kto import StreamingKTOTrainer
     from megatrain.hf.sft import StreamingSFTTrainer
     from megatrain.hf.trainer import StreamingTrainer
-
-_HOMES = {
-    "MegatrainArguments": "megatrain.hf.arguments",
-    "StreamingDPOTrainer": "megatrain.hf.dpo",
-    "StreamingGRPOTrainer": "megatrain.hf.grpo",
-    "StreamingKTOTrainer": "megatrain.hf.kto",
-    "StreamingRLOOTrainer": "megatrain.hf.grpo",
-    "StreamingSFTTrainer": "megatrain.hf.sft",
-    "StreamingTrainer": "megatrain.hf.trainer",
-}
 
 __all__ = [
     "MegatrainArguments",
@@ -37,12 +28,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'megatrain.hf' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = resolver(
+    __name__,
+    {
+        "hf.arguments": ("MegatrainArguments",),
+        "hf.dpo": ("StreamingDPOTrainer",),
+        "hf.grpo": ("StreamingGRPOTrainer", "StreamingRLOOTrainer"),
+        "hf.kto": ("StreamingKTOTrainer",),
+        "hf.sft": ("StreamingSFTTrainer",),
+        "hf.trainer": ("StreamingTrainer",),
+    },
+)
 
 
 def __dir__() -> list[str]:

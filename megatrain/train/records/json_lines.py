@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from megatrain import files
@@ -86,9 +85,7 @@ class JsonLines:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with contextlib.suppress(OutputError) if error is not None else contextlib.nullcontext():
             self.close()  # the first error is the one to report
 

@@ -8,7 +8,6 @@ import queue
 import threading
 import urllib.request
 from collections.abc import Collection, Mapping
-from types import TracebackType
 from typing import Any
 
 from megatrain.train.records.shareable import host_of
@@ -67,9 +66,7 @@ class Alerts:
     def __enter__(self) -> Alerts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(timeout=TIMEOUT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 AFTER_S = 2.0
 """The seconds of silence, in which most operations end."""
@@ -48,9 +47,7 @@ class Doing:
         threading.Thread(target=self._watch, name="progress", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the output."""
         self._has_ended.set()
         with self._lock:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from megatrain.train.records.metrics import StepMetrics, format_duration
@@ -84,9 +83,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
