@@ -1,18 +1,14 @@
-"""Write safetensors files one tensor at a time, durable and all or nothing.
-
-Source of the layout: the safetensors format description (an 8-byte little-endian header length, a JSON header
-that may be padded with spaces, the raw data without holes).
-"""
+"""Write safetensors files one tensor at a time, durable and all or nothing."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain import files
+from megatrain.layout.tensor_file import header_of
 
 if TYPE_CHECKING:
     import torch
@@ -20,26 +16,6 @@ if TYPE_CHECKING:
 
 HEADER_ALIGNMENT = 4096
 """Tensor data begin at a multiple of this, so that they can be written and read with direct I/O."""
-
-# Names of the safetensors format for the names of torch, which is not imported here.
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,28 +47,12 @@ def write_safetensors(path: Path, tensors: Sequence[TensorSource], metadata: Map
         OutputError: The file cannot be written; what was there is still there.
     """
     ordered = sorted(tensors, key=lambda source: -source.dtype.itemsize)
-    header = _safetensors_header(ordered, metadata)
+    entries = [(source.name, source.dtype, source.shape) for source in ordered]
+    header, _ = header_of(entries, metadata, alignment=HEADER_ALIGNMENT)
     with files.replacing(path) as descriptor:
         files.write_all(descriptor, memoryview(header), path)
         for source in ordered:
             files.write_all(descriptor, _raw_bytes(source), path)
-
-
-def _safetensors_header(tensors: Sequence[TensorSource], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    begin = 0
-    for source in tensors:
-        assert source.name not in {*entries, "__metadata__"}, f"{source.name} twice in one file"
-        count = 1
-        for size in source.shape:
-            count *= size
-        end = begin + count * source.dtype.itemsize
-        dtype = _DTYPES[str(source.dtype).removeprefix("torch.")]
-        entries[source.name] = {"dtype": dtype, "shape": list(source.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _raw_bytes(source: TensorSource) -> memoryview:

@@ -15,9 +15,10 @@ from torch import Tensor
 from megatrain import files
 from megatrain.checkpoint import load, tensor_files
 from megatrain.errors import OutputError
+from megatrain.layout import tensor_file
 from tests.checkpoint.faults import Failing
 
-DTYPES = [getattr(torch, name) for name in tensor_files._DTYPES]
+DTYPES = [getattr(torch, name) for name in tensor_file.DTYPES.values()]
 
 
 def source(name: str, tensor: Tensor) -> tensor_files.TensorSource:

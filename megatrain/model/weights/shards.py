@@ -1,12 +1,8 @@
-"""Writes safetensors files whose contents are known ahead and whose tensors arrive in any order.
-
-Source: https://github.com/huggingface/safetensors#format
-"""
+"""Writes safetensors files whose contents are known ahead and whose tensors arrive in any order."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,25 +12,9 @@ import torch
 
 from megatrain import files
 from megatrain.errors import os_errors
+from megatrain.layout.tensor_file import header_of
 
 _TEMPORARY_SUFFIX = ".partial"
-
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-"""By the names that safetensors has for them."""
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -54,20 +34,9 @@ class Shard:
 
     def layout(self) -> tuple[bytes, dict[str, int]]:
         """Return the header, with its length ahead, and the position of each tensor in the file."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offsets = {}
-        end = 0
         # Wide elements first, so that each tensor is aligned to its own elements.
-        for key, (dtype, shape) in sorted(
-            self.tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])
-        ):
-            start, end = end, end + num_bytes(dtype, shape)
-            header[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-            offsets[key] = start
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        ahead = len(text).to_bytes(8, "little") + text
-        return ahead, {key: len(ahead) + start for key, start in offsets.items()}
+        ordered = sorted(self.tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+        return header_of(((key, *spec) for key, spec in ordered), {"format": "pt"}, alignment=8)
 
 
 class ShardWriter:

@@ -12,9 +12,10 @@ from contextlib import ExitStack
 import torch
 
 from megatrain.errors import ModelError
+from megatrain.layout.tensor_file import DTYPES
 from megatrain.model.weights.convert import Source
 from megatrain.model.weights.reading import open_weights, read_tensor
-from megatrain.model.weights.shards import DTYPES, Specs
+from megatrain.model.weights.shards import Specs
 
 UNTOUCHED = "_megatrain_untouched"
 """Where a model has them among its attributes."""
@@ -27,7 +28,7 @@ def require_exportable(sources: Sequence[Source]) -> None:
         ModelError: One has a dtype that no export has.
     """
     for source in sources:
-        if source.dtype not in DTYPES:
+        if source.dtype not in DTYPES or source.dtype == "C64":
             raise ModelError(
                 f"{source.file}: {source.key} has no place in the model, and is of dtype {source.dtype}, "
                 "which cannot be exported; remove it from the file"
@@ -53,7 +54,8 @@ class Untouched:
     @property
     def specs(self) -> Specs:
         """Dtype and shape of each tensor."""
-        return {key: (DTYPES[source.dtype], source.shape) for key, source in self._sources.items()}
+        found = self._sources.items()
+        return {key: (getattr(torch, DTYPES[source.dtype]), source.shape) for key, source in found}
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor, a view of its file, by its name.

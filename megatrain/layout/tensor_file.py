@@ -1,0 +1,59 @@
+"""The layout of a safetensors file: a header, padded with spaces, and the raw tensors without holes.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""The names that torch, which is not imported here, has for types, by those that safetensors has."""
+_NAMES = {f"torch.{dtype}": name for name, dtype in DTYPES.items()}
+
+
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str], *, alignment: int
+) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file, and the position of each tensor in the file.
+
+    Args:
+        tensors: The names, types and shapes in the order of the file; names differ.
+        metadata: Strings for the header.
+        alignment: The number of bytes of which the header takes a multiple.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins = {}
+    end = 0
+    for name, dtype, shape in tensors:
+        assert name not in {*entries, "__metadata__"}, f"{name} twice in one file"
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[str(dtype)], "shape": list(shape), "data_offsets": [begin, end]}
+        begins[name] = begin
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
