@@ -148,7 +148,7 @@ _REFUSED: Mapping[str, str] = {
 }
 """The names that have no meaning here unless they are switched off, each with the way out."""
 
-_ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"}
+ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"}
 
 
 def is_foreign(name: str, value: Any) -> bool:
@@ -172,7 +172,7 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
             raise ConfigError(f"{name}={value}: {_REFUSED[name]}")
         return name, LEFT_OUT
     if name in NEEDLESS and is_foreign(name, value):
-        if name == "optim" and str(value) not in _ADAMW:
+        if name == "optim" and str(value) not in ADAMW:
             raise ConfigError(
                 f"optim={value}: megatrain trains with AdamW, or as optim.name says; leave it out, or use "
                 "adamw_torch"

@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from megatrain.config.sizes import read_bytes
 
 
-def _one_or_more(value: object) -> object:
+def one_or_more(value: object) -> object:
+    """Return a value, or the values of a list, as a tuple."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
@@ -38,7 +39,7 @@ Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser), reads_as("a path")]
 Paths = Annotated[
     tuple[LocalPath, ...],
-    BeforeValidator(_one_or_more),
+    BeforeValidator(one_or_more),
     Field(min_length=1),
     reads_as("a path or a list of paths"),
 ]

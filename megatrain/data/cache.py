@@ -219,11 +219,6 @@ def kept_rows(folder: Path | None, key: str, make: Make, check: Check | None = N
     return _opened(target, manifest)
 
 
-def is_kept(folder: Path, key: str) -> bool:
-    """Whether the rows of a key are cached with the bits that were written."""
-    return find_rows(folder, key) is not None
-
-
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, DataError)
 
 

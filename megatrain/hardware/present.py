@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,37 +162,23 @@ def describe_machine(
     assert len(rates) == len(nodes), f"{len(rates)} rates for {len(nodes)} nodes"
     drives = None
     if measured.drive is not None and path is not None:
-        drives = Drives(
-            nbytes=max(1, free_bytes(path)),
-            read_bytes_per_s=measured.drive.read_bytes_per_s,
-            write_bytes_per_s=measured.drive.write_bytes_per_s,
-            is_direct=measured.drive.is_direct,
-            is_duplex=measured.drive.is_duplex,
-        )
+        drives = Drives(nbytes=max(1, free_bytes(path)), **asdict(measured.drive))
+    named = {field.name for field in fields(HardwareSpec)} - {"launch_s"}
+    found = {name: value for name, value in asdict(measured).items() if name in named}
     spec = HardwareSpec(
         name="this machine",
         device=device.name,
         device_bytes=device.nbytes,
-        matmul_flops_per_s=dict(measured.matmul_flops_per_s),
-        attention_flops_per_s=dict(measured.attention_flops_per_s),
-        attention_backward_flops_per_s=dict(measured.attention_backward_flops_per_s),
-        device_bytes_per_s=measured.device_bytes_per_s,
-        h2d_bytes_per_s=measured.h2d_bytes_per_s,
-        d2h_bytes_per_s=measured.d2h_bytes_per_s,
-        both_share=measured.both_share,
-        pageable_share=measured.pageable_share,
         memory=tuple(
             MemoryNode(nbytes=node.nbytes, bytes_per_s=rate, kind=node.kind)
             for node, rate in zip(nodes, rates, strict=True)
         ),
-        update_params_per_s=dict(measured.update_params_per_s),
-        compressed_params_per_s=dict(measured.compressed_params_per_s),
         num_cores=num_cores,
         drives=drives,
         device_watts=device.watts,
         launch_s=measured.launch_s or 0.0,
-        launches_per_s=measured.launches_per_s,
         sources=_sources(measured),
+        **found,
     )
     return with_present_capacities(spec, device=device, path=path, root=root)
 

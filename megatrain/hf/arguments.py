@@ -95,19 +95,6 @@ class MegatrainArguments:
             "deterministic": self.deterministic,
         }
 
-    def load_settings(
-        self,
-        args: TrainingArguments,
-        context: int | None,
-        precision: str,
-        num_passes_before: int = 0,
-        ranks: Ranks | None = None,
-    ) -> dict[str, Any]:
-        """Return the keywords of `megatrain.load`."""
-        given = self.attach_settings(args, context, precision, num_passes_before, ranks)
-        names = ("precision", "batch", "optimizer_state", "host_limit", "tiers", "ranks")
-        return {name: given[name] for name in names}
-
     def batch(
         self, args: TrainingArguments, context: int | None, num_passes_before: int = 0, num_ranks: int = 1
     ) -> StepBatch:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.config.aliases import ADAMW
 from megatrain.objective.objective import Objective, Theirs
 
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", "no")
@@ -82,7 +83,6 @@ _REASONS = {
     "hub_model_id": "megatrain export has the switch for it",
 }
 """The keys that both trainers have and that have no meaning here, each with the reason."""
-_ADAMS = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
 
 
 def common(t: Translation, *, schedule: str, optimizer: str) -> None:
@@ -114,7 +114,7 @@ def common(t: Translation, *, schedule: str, optimizer: str) -> None:
     if arguments:
         t.set("optim.schedule_args", arguments)
     name = t.take(optimizer)
-    if name is not None and str(name) not in _ADAMS:
+    if name is not None and str(name) not in ADAMW:
         t.leave_out(optimizer, name, OPTIMISER)
     _lengths(t)
     _checkpoints(t)

@@ -9,14 +9,9 @@ from pydantic import BeforeValidator, Field
 
 from megatrain.config.adaptation import ALL_LINEAR, LoraChoice
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count, Rate, reads_as
+from megatrain.config.types import Count, Rate, one_or_more, reads_as
 
-
-def _names(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-_Names = Annotated[tuple[str, ...], BeforeValidator(_names), reads_as("a name or a list of names")]
+_Names = Annotated[tuple[str, ...], BeforeValidator(one_or_more), reads_as("a name or a list of names")]
 
 
 class LoraConfig(Section):

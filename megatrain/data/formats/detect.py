@@ -126,10 +126,10 @@ class _Look:
                 return {"messages": name}
         return None
 
-    def asked_and_answered(self, answers: Iterable[str] = _ANSWERED) -> Columns | None:
+    def asked_and_answered(self) -> Columns | None:
         """Return the columns of an instruction and its output, whatever they are called."""
         said = self.said.columns
-        output = said.get("output") if self.has("output") else self.first(answers)
+        output = said.get("output") if self.has("output") else self.first(_ANSWERED)
         output = output or ("output" if self.has("output") else None)
         asked = said["instruction"] if "instruction" in said and self.has("instruction") else None
         asked = asked or self.first(_ASKED, but=output or "")
@@ -144,10 +144,6 @@ class _Look:
         turns = self.row[columns["messages"]]
         first = turns[0] if isinstance(turns, list) and turns else {}
         return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
-
-
-def _find_tokens(look: _Look) -> Columns | None:
-    return {} if look.has("input_ids") else None
 
 
 def _find_preference(look: _Look) -> Columns | None:
@@ -174,10 +170,6 @@ def _find_kto(look: _Look) -> Columns | None:
     return label | answered if answered else None
 
 
-def _find_prompt_completion(look: _Look) -> Columns | None:
-    return {} if look.has("prompt", "completion") else None
-
-
 def _find_alpaca(look: _Look) -> Columns | None:
     if look.has("instruction") and isinstance(look.row.get("instances"), list):
         return {}
@@ -190,12 +182,12 @@ def _find_text(look: _Look) -> Columns | None:
 
 
 _FINDERS: dict[str, Callable[[_Look], Columns | None]] = {
-    "tokens": _find_tokens,
+    "tokens": lambda look: {} if look.has("input_ids") else None,
     "preference": _find_preference,
     "kto": _find_kto,
     "messages": lambda look: look.turns(),
     "sharegpt": lambda look: look.turns(),
-    "prompt_completion": _find_prompt_completion,
+    "prompt_completion": lambda look: {} if look.has("prompt", "completion") else None,
     "alpaca": _find_alpaca,
     "text": _find_text,
 }

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_OF_LOADING = ("precision", "batch", "optimizer_state", "host_limit", "tiers", "ranks")
+"""The keywords of `attach` that `load` takes too."""
+
 _of_trainers: WeakSet[Engine] = WeakSet()
 """The engines that trainers have made."""
 
@@ -64,7 +67,8 @@ def load_path(path: str, asked: MegatrainArguments, settings: Settings) -> PreTr
             f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; "
             "pass a model in place of its path"
         )
-    given = asked.load_settings(*settings.of(read_config(path)))
+    given = asked.attach_settings(*settings.of(read_config(path)))
+    given = {name: given[name] for name in _OF_LOADING}
     return load(path, asked.choice, attn_implementation=attention, **given).train()
 
 

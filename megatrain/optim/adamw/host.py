@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -127,16 +127,13 @@ class Planes:
 
     def slice(self, start: int, stop: int) -> Planes:
         """Return views of elements [start, stop); codes are cut at multiples of `SCALE_NUMEL`."""
-        scales = slice(start // SCALE_NUMEL, -(-stop // SCALE_NUMEL))
-        return Planes(
-            working=self.working[start:stop],
-            remainder=None if self.remainder is None else self.remainder[start:stop],
-            exp_avg=self.exp_avg[start:stop],
-            exp_avg_sq=self.exp_avg_sq[start:stop],
-            gradient=self.gradient[start:stop],
-            exp_avg_scale=None if self.exp_avg_scale is None else self.exp_avg_scale[scales],
-            exp_avg_sq_scale=None if self.exp_avg_sq_scale is None else self.exp_avg_sq_scale[scales],
-        )
+        cut, scales = slice(start, stop), slice(start // SCALE_NUMEL, -(-stop // SCALE_NUMEL))
+
+        def part(name: str) -> Any:
+            plane = getattr(self, name)
+            return None if plane is None else plane[scales if name.endswith("_scale") else cut]
+
+        return Planes(**{field.name: part(field.name) for field in fields(self)})
 
 
 def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) -> None:

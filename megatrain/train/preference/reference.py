@@ -22,7 +22,7 @@ import torch
 
 from megatrain.config import Config
 from megatrain.config.sizes import counted
-from megatrain.data.cache import Rows, RowWriter, is_kept, kept_rows
+from megatrain.data.cache import Rows, RowWriter, find_rows, kept_rows
 from megatrain.data.pairs import SIDES, JudgedRows, NoReference, judged_batch
 from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError, ConfigError
@@ -89,7 +89,7 @@ class Reference:
     @property
     def is_kept(self) -> bool:
         """Return whether all of it is cached and sound."""
-        return all(is_kept(self._folder, self._key(rows)) for rows in self._rows)
+        return all(find_rows(self._folder, self._key(rows)) is not None for rows in self._rows)
 
     def fill(
         self, untouched: Callable[[], AbstractContextManager[Engine]], ranks: Ranks | None = None
