@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from trl import KTOTrainer
@@ -57,12 +58,8 @@ class StreamingKTOTrainer(WithReference, KTOTrainer):
     @contextmanager
     def _as_reference_alone(self) -> Iterator[None]:
         """Act as `_as_reference` does, for the completions that belong to the prompts."""
-        held, self.calculate_KL = self.calculate_KL, False
-        try:
-            with self._as_reference():
-                yield
-        finally:
-            self.calculate_KL = held
+        with mock.patch.object(self, "calculate_KL", False), self._as_reference():
+            yield
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss, which begins with the log-probabilities of mismatched completions."""

@@ -97,12 +97,9 @@ class WithReference(Streaming):
     @contextmanager
     def _with_reference_before(self) -> Iterator[None]:
         """Let losses find the log-probabilities of their reference, which earlier passes have computed."""
-        held, self.precompute_ref_logps = self.precompute_ref_logps, True
-        self._reference_is_in_step = not held
-        try:
+        self._reference_is_in_step = not self.precompute_ref_logps
+        with mock.patch.object(self, "precompute_ref_logps", True):
             yield
-        finally:
-            self.precompute_ref_logps = held
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return a batch's loss; the log-probabilities of its reference are there when it is computed."""
@@ -139,9 +136,6 @@ class WithReference(Streaming):
     def _as_reference(self) -> Iterator[None]:
         """Make the model its own reference, so that no call of a round switches adapters by itself."""
         model = self.accelerator.unwrap_model(self.model)
-        with use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            self.ref_model = self.model
-            try:
-                yield
-            finally:
-                self.ref_model = None
+        adapter = "ref" if "ref" in model.peft_config else None
+        with use_adapter(model, adapter), mock.patch.object(self, "ref_model", self.model):
+            yield
