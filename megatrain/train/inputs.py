@@ -74,114 +74,30 @@ def with_rows_for(
     return with_rows(config, context=context, on_cpu=is_on_cpu(config) if on_cpu is None else on_cpu)
 
 
-def pack_data(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PretrainedConfig,
-    *,
-    folder: Path | None = None,
-    day: str | None = None,
-) -> Prepared:
-    """Tokenise and pack the training data, or find it prepared, and check it against the model.
-
-    Args:
-        config: The complete and checked settings.
-        tokenizer: The tokenizer of the run.
-        model_config: The model's configuration.
-        folder: The folder of prepared data, where `data.cache` names none; None keeps nothing.
-        day: The date that the chat template was given before, in a resumed run.
-
-    Raises:
-        DataError: The data cannot be read, or have nothing to train on or tokens that the model lacks.
-        ConfigError: Sequences are longer than the model's context, the model would not keep documents apart,
-            or chats have no chat template.
-    """
-    return _Pack(config, tokenizer, model_config, folder, day)("train", config.data.sources)
-
-
-def pack_eval_data(
-    config: Config,
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PretrainedConfig,
-    *,
-    folder: Path | None = None,
-) -> dict[str, tuple[Rows, str]]:
-    """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
-
-    Args:
-        config: The complete and checked settings.
-        prepared: The result of `pack_data`.
-        tokenizer: The tokenizer of the run.
-        model_config: The model's configuration.
-        folder: The folder of prepared data, as in `pack_data`.
-
-    Returns:
-        The rows and their way of packing, by name.
-
-    Raises:
-        DataError: `pack_data` raises it, nothing is left to train on, or nothing is held out.
-        ConfigError: `pack_data` raises it.
-    """
-    sets: dict[str, tuple[Rows, str]] = {}
-    if config.data.val_size and prepared.packing == "join":
-        sets["val"] = hold_out(config, prepared)[1], "join"
-    pack = _Pack(config, tokenizer, model_config, folder, prepared.day)
-    for name, other in _pack_eval(config, pack, prepared).items():
-        if name in config.data.eval_sources:  # `val` is described by the run's own data
-            other.say_faults()
-        sets[name] = rows_of(other), other.packing
-    return sets
-
-
-def pack_eval_path(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: PretrainedConfig,
-    *,
-    folder: Path | None = None,
-    day: str | None = None,
-) -> dict[str, tuple[Rows, str]]:
-    """Return the sets of `data.eval_path` alone, as `pack_eval_data` does; the arguments are `pack_data`'s.
-
-    Raises:
-        DataError: `pack_data` raises it.
-        ConfigError: `pack_data` raises it.
-    """
-    pack = _Pack(config, tokenizer, model_config, folder, day)
-    sets = {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
-    for packed in sets.values():
-        packed.say_faults()
-    return {name: (rows_of(packed), packed.packing) for name, packed in sets.items()}
-
-
 def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, list[str]]:
     """Prepare all data of a run, for training and for evaluation.
 
     Args:
         config: The complete and checked settings.
-        folder: The folder of prepared data, as in `pack_data`.
+        folder: The folder of prepared data, as in `Packer`.
 
     Returns:
         The lines about each set, by its name.
 
     Raises:
-        MegatrainError: `pack_data` raises it, or there is no such model.
+        MegatrainError: `Packer.train` raises it, or there is no such model.
     """
     model_config = read_config(config.model.path)
     config = with_rows_for(config, model_config)
-    pack = _Pack(config, choose_tokenizer(config, None, model_config), model_config, folder)
-    trained = pack("train", config.data.sources)
-    sets = {"train": trained, **_pack_eval(config, pack, trained)}
+    packer = Packer(config, choose_tokenizer(config, None, model_config), model_config, folder)
+    trained = packer.train()
+    sets = {"train": trained, **packer.beside(trained)}
     return {name: [*prepared.notes(), prepared.describe()] for name, prepared in sets.items()}
 
 
-def _pack_eval(config: Config, pack: _Pack, trained: Prepared) -> dict[str, Prepared]:
-    """Pack the evaluation data, except joined text, of which sequences are held out after packing."""
-    sets = {}
-    if config.data.val_size and trained.packing != "join":
-        sets["val"] = pack("val", config.data.sources, ways=[trained.packing])
-    return sets | {name: pack(name, sources) for name, sources in config.data.eval_sources.items()}
+def holds_out(config: Config, prepared: Prepared) -> bool:
+    """Return whether sequences of joined text are held out."""
+    return bool(config.data.val_size) and prepared.packing == "join"
 
 
 def hold_out(config: Config, prepared: Prepared) -> tuple[Rows, Rows]:
@@ -206,17 +122,30 @@ _HELD_OUT = 2**64 - 1
 """The epoch number that stands for the draw of held-out rows."""
 
 
-class _Pack:
-    """Tokenises and packs a part of the data of a run."""
+class Packer:
+    """Tokenises and packs the data of a run, or finds them prepared, and checks them against the model."""
 
     def __init__(
         self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
         model_config: PretrainedConfig,
-        folder: Path | None,
+        folder: Path | None = None,
         day: str | None = None,
     ) -> None:
+        """Make a packer.
+
+        Args:
+            config: The complete and checked settings.
+            tokenizer: The tokenizer of the run.
+            model_config: The model's configuration.
+            folder: The folder of prepared data, where `data.cache` names none; None keeps nothing.
+            day: The date that the chat template was given before, in a resumed run.
+
+        Raises:
+            ConfigError: Sequences are longer than the model's context, the model would not keep documents
+                apart, or chats have no chat template.
+        """
         check_seq_len(config.data.seq_len, context_length(model_config))
         if config.model.attn_implementation is not None:
             model_config._attn_implementation = config.model.attn_implementation
@@ -228,7 +157,47 @@ class _Pack:
         self._ways = _ways(config, model_config)
         self._model_config = model_config
 
-    def __call__(
+    def train(self) -> Prepared:
+        """Pack the training data.
+
+        Raises:
+            DataError: The data cannot be read, or have nothing to train on or tokens that the model lacks.
+        """
+        return self._pack("train", self._config.data.sources)
+
+    def evaluation(self, trained: Prepared | None) -> dict[str, tuple[Rows, str]]:
+        """Return the sets of a run: `val`, which is held out of its data, and those of `data.eval_path`.
+
+        Args:
+            trained: The result of `train`; None for the sets of `data.eval_path` alone.
+
+        Returns:
+            The rows and their way of packing, by name.
+
+        Raises:
+            DataError: `train` raises it, nothing is left to train on, or nothing is held out.
+        """
+        sets: dict[str, tuple[Rows, str]] = {}
+        if trained is not None and holds_out(self._config, trained):
+            sets["val"] = hold_out(self._config, trained)[1], "join"
+        for name, other in self.beside(trained).items():
+            if name in self._config.data.eval_sources:  # `val` is described by the run's own data
+                other.say_faults()
+            sets[name] = rows_of(other), other.packing
+        return sets
+
+    def beside(self, trained: Prepared | None) -> dict[str, Prepared]:
+        """Pack the evaluation data, except joined text, of which sequences are held out after packing.
+
+        Args:
+            trained: The result of `train`, or None, as in `evaluation`.
+        """
+        data, sets = self._config.data, {}
+        if trained is not None and data.val_size and not holds_out(self._config, trained):
+            sets["val"] = self._pack("val", data.sources, ways=[trained.packing])
+        return sets | {name: self._pack(name, sources) for name, sources in data.eval_sources.items()}
+
+    def _pack(
         self, part: str, sources: Sequence[SourceConfig], ways: Sequence[str] | None = None
     ) -> Prepared:
         content = content_of(sources) if self._folder is not None else None

@@ -35,7 +35,7 @@ from megatrain.train.adapters import base_of, check_base, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
-from megatrain.train.inputs import pack_eval_data
+from megatrain.train.inputs import Packer
 from megatrain.train.last_good import LastGood, sound_checkpoint_named
 from megatrain.train.out_of_memory import memory_told
 from megatrain.train.planning.allocation import plan_memory
@@ -267,7 +267,8 @@ def prepare(
         config, tokenizer, num_steps = data.config, data.tokenizer, data.num_steps
         for line in data.packed.notes():
             show(line)
-        held_out = pack_eval_data(config, data.packed, tokenizer, model_config, folder=prepared)
+        packer = Packer(config, tokenizer, model_config, prepared, data.packed.day)
+        held_out = packer.evaluation(data.packed)
         if (warmup := config.optim.warmup_steps) > num_steps:
             steps = counted(num_steps, "step")
             raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {steps}; use fewer")

@@ -19,10 +19,11 @@ from megatrain.data.templates import why_not_suited
 from megatrain.data.tokens.template import template_source
 from megatrain.train.evaluate.losses import EvalSet
 from megatrain.train.inputs import (
+    Packer,
     choose_tokenizer,
     hold_out,
+    holds_out,
     is_on_cpu,
-    pack_data,
     rows_of,
     with_rows_for,
 )
@@ -68,13 +69,13 @@ def read_data(
         config: The settings of the run; open ones of rows and steps are decided.
         model_config: The configuration of its model, which gets as many words as its tokenizer needs.
         checkpoint: The checkpoint from which the run resumes, or None.
-        folder: The folder of prepared data, as in `pack_data`.
+        folder: The folder of prepared data, as in `Packer`.
         day: The date that the chat template was given before, in a resumed run.
         on_cpu: Whether a CPU computes; None leaves it to `train.device`.
 
     Raises:
-        DataError: `pack_data` raises it, nothing is left to train on, or nothing is held out.
-        ConfigError: `pack_data` raises it, or settings of the step contradict each other.
+        DataError: `Packer.train` raises it, nothing is left to train on, or nothing is held out.
+        ConfigError: `Packer` raises it, or settings of the step contradict each other.
     """
     on_cpu = is_on_cpu(config) if on_cpu is None else on_cpu
     config = with_rows_for(config, model_config, on_cpu=on_cpu)
@@ -83,14 +84,10 @@ def read_data(
         tokenizer.chat_template = template_source(config.data.chat_template, tokenizer)
         if (why := why_not_suited(config.data.chat_template, tokenizer)) is not None:
             _log.warning("%s", why)
-    packed = pack_data(config, tokenizer, model_config, folder=folder, day=day)
-    rows = hold_out(config, packed)[0] if _holds_out(config, packed) else rows_of(packed)
+    packed = Packer(config, tokenizer, model_config, folder, day).train()
+    rows = hold_out(config, packed)[0] if holds_out(config, packed) else rows_of(packed)
     config = with_step(config, on_cpu=on_cpu, num_rows=len(rows))
     return RunData(config=config, tokenizer=tokenizer, packed=packed, rows=rows)
-
-
-def _holds_out(config: Config, packed: Prepared) -> bool:
-    return bool(config.data.val_size) and packed.packing == "join"
 
 
 def make_loader(data: RunData, config: Config) -> PackedLoader:
@@ -101,7 +98,7 @@ def make_loader(data: RunData, config: Config) -> PackedLoader:
         config: The settings, in which nothing is open.
     """
     packed, name = data.packed, data.packed.fingerprint
-    if _holds_out(config, packed):
+    if holds_out(config, packed):
         name = f"{len(data.rows)}x{name.partition('x')[2]}-less-{config.data.val_size:g}"
     return PackedLoader(
         data.rows,
@@ -120,7 +117,7 @@ def make_eval_sets(config: Config, packed: Mapping[str, tuple[Rows, str]]) -> li
 
     Args:
         config: The settings, in which nothing is open.
-        packed: The result of `pack_eval_data`.
+        packed: The result of `Packer.evaluation`.
     """
     loss, size = loss_of(config), config.train.micro_batch_size
     return [

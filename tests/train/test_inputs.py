@@ -15,7 +15,7 @@ from megatrain.data.words import IDS
 from megatrain.errors import ConfigError, DataError
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train import inputs
-from megatrain.train.inputs import choose_tokenizer, pack_data
+from megatrain.train.inputs import Packer, choose_tokenizer
 from megatrain.train.loop import train
 from tests.train.project import make_config
 
@@ -67,7 +67,7 @@ def test_what_is_kept_has_the_day_on_which_it_was_prepared(tmp_path: Path, clock
         config = make(tmp_path, day=setting)
         model = read_config(config.model.path)
         tokenizer = choose_tokenizer(config, None, model)
-        prepared = pack_data(config, tokenizer, model, folder=tmp_path / "kept", day=day)
+        prepared = Packer(config, tokenizer, model, tmp_path / "kept", day).train()
         said = f"the chat template writes the day, here and when a run is resumed {prepared.day}"
         assert prepared.notes()[-2] == said
         return str(tokenizer.decode(prepared.rows[[0]][0] & IDS))[:10]
@@ -91,7 +91,7 @@ def test_what_is_kept_has_a_limit(
     def kept(day: str, limit: int | None) -> list[str]:
         config = make(tmp_path, day=day, cache_limit=limit)
         model = read_config(config.model.path)
-        pack_data(config, choose_tokenizer(config, None, model), model, folder=tmp_path / "kept")
+        Packer(config, choose_tokenizer(config, None, model), model, tmp_path / "kept").train()
         return sorted(path.name[33:-9] for path in (tmp_path / "kept").glob("*-best_fit/"))
 
     days = ["2026-02-01", "2026-02-02", "2026-02-03"]
@@ -156,7 +156,7 @@ def test_data_that_do_not_teach_a_model_to_stop_are_warned_of(
     model.vocab_size = len(tokenizer)
     for _ in range(2):
         caplog.clear()
-        pack_data(config, tokenizer, model, folder=tmp_path / "kept")
+        Packer(config, tokenizer, model, tmp_path / "kept").train()
         assert [record.message for record in caplog.records] == [said] * (said is not None)
 
 

@@ -17,7 +17,7 @@ from megatrain.stream.machine import Measure
 from megatrain.train.adapters import check_base
 from megatrain.train.engine import make_engine
 from megatrain.train.evaluate.losses import Evaluation, evaluate
-from megatrain.train.inputs import choose_tokenizer, is_on_cpu, pack_eval_path
+from megatrain.train.inputs import Packer, choose_tokenizer, is_on_cpu
 from megatrain.train.outputs.export import newest_model
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.run_machine import ready_to_plan
@@ -63,7 +63,7 @@ def evaluate_run(
     model_config = read_config(source)
     progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
-    packed = pack_eval_path(config, tokenizer, model_config, folder=prepared, day=meta["data"].get("day"))
+    packed = Packer(config, tokenizer, model_config, prepared, meta["data"].get("day")).evaluation(None)
     reference_for(config, [rows for rows, _ in packed.values()], None)
     (_, packing), *_ = packed.values()
     counted = ready_to_plan(config, source, model_config, packing, counts, progress)

@@ -24,7 +24,7 @@ from megatrain.train import loop
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate
 from megatrain.train.evaluate.standing import Standing
-from megatrain.train.inputs import pack_data, pack_eval_data, prepare_data
+from megatrain.train.inputs import Packer, prepare_data
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
 from megatrain.train.run_data import make_eval_sets
@@ -105,8 +105,8 @@ def test_losses_are_those_of_the_resident_model_over_all_tokens(evaluated: Path)
     config = make_config(evaluated, data={**HELD_OUT, "eval_path": {"other": str(evaluated / "other.txt")}})
     model = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").eval()
     tokenizer = load_tokenizer(str(evaluated / "run/hf"))
-    packed = pack_data(config, tokenizer, model.config)
-    sets = make_eval_sets(config, pack_eval_data(config, packed, tokenizer, model.config))
+    packer = Packer(config, tokenizer, model.config)
+    sets = make_eval_sets(config, packer.evaluation(packer.train()))
     assert [one.name for one in sets] == ["val", "other"]
     seen = {row["name"]: row for row in events_of(evaluated / "run", "evaluation") if row["step"] == 12}
     for one in sets:
@@ -136,15 +136,17 @@ def test_what_is_held_out_is_trained_on_by_nobody(evaluated: Path) -> None:
     config = make_config(evaluated, data=HELD_OUT)
     tokenizer = load_tokenizer(str(evaluated / "run/hf"))
     model_config = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").config
-    packed = pack_data(config, tokenizer, model_config)
-    (held_out,) = make_eval_sets(config, pack_eval_data(config, packed, tokenizer, model_config))
+    packer = Packer(config, tokenizer, model_config)
+    packed = packer.train()
+    (held_out,) = make_eval_sets(config, packer.evaluation(packed))
     rows = torch.cat([batch["input_ids"] for batch in held_out.batches()])
     assert len(rows) == round(0.1 * len(packed.rows))
     meta = verify(max((evaluated / "run/checkpoints").iterdir())).meta
     kept = len(packed.rows) - len(rows)
     assert meta["data"]["fingerprint"].startswith(f"{kept}x32-")
+    packer = Packer(make_config(evaluated, data={"val_size": 1e-9}), tokenizer, model_config)
     with pytest.raises(DataError, match="leaves 0 to evaluate on"):
-        pack_eval_data(make_config(evaluated, data={"val_size": 1e-9}), packed, tokenizer, model_config)
+        packer.evaluation(packed)
 
 
 def test_what_is_held_out_of_examples_is_packed_as_the_others_are(evaluated: Path, tmp_path: Path) -> None:
@@ -155,8 +157,9 @@ def test_what_is_held_out_of_examples_is_packed_as_the_others_are(evaluated: Pat
     tokenizer = load_tokenizer(str(evaluated / "run/hf"))
     model_config = AutoModelForCausalLM.from_pretrained(evaluated / "run/hf").config
     for folder in (None, tmp_path, tmp_path):
-        packed = pack_data(config, tokenizer, model_config, folder=folder)
-        apart = pack_eval_data(config, packed, tokenizer, model_config, folder=folder)
+        packer = Packer(config, tokenizer, model_config, folder)
+        packed = packer.train()
+        apart = packer.evaluation(packed)
         (held_out,) = make_eval_sets(config, apart)
         assert (packed.packing, packed.counts.kept) == ("best_fit", 15)
         starts = [int((batch["position_ids"] == 0).sum()) for batch in held_out.batches()]

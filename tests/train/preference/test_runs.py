@@ -106,13 +106,13 @@ def test_a_run_says_what_it_has_learnt(root: Path, whole: Path) -> None:
     # of the resident models, the trained one and the one before
     from megatrain.data.pairs import JudgedRows, judged_batch
     from megatrain.data.tokenizer import load_tokenizer
-    from megatrain.train.inputs import pack_data, pack_eval_data
+    from megatrain.train.inputs import Packer
     from megatrain.train.run_data import make_eval_sets
 
     config = config_of(root, "whole")
     tokenizer, model_config = load_tokenizer(str(root / "model")), read_config(root / "model")
-    data = pack_data(config, tokenizer, model_config)
-    (one,) = make_eval_sets(config, pack_eval_data(config, data, tokenizer, model_config))
+    packer = Packer(config, tokenizer, model_config)
+    (one,) = make_eval_sets(config, packer.evaluation(packer.train()))
     assert isinstance(one.rows, JudgedRows)
     batch = judged_batch(one.rows.rows[range(4)])
     before, after = (
