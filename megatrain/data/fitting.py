@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,14 @@ class Counts:
     """The number of tokens of the longest kept example, or answer with its prompt, cut to a row."""
     max_id: int = 0
 
+    def keep(self, pieces: Sequence[Words], num_cut: int) -> None:
+        """Count an example of which these pieces are kept."""
+        self.kept += 1
+        self.longest = max(self.longest, *map(len, pieces))
+        self.tokens += sum(map(len, pieces))
+        self.trained += sum(map(num_trained, pieces))
+        self.cut_tokens += num_cut
+
 
 def fit(
     example: Example,
@@ -111,11 +120,7 @@ def fit(
     is_long = len(encoded) > packing.seq_len
     counts.too_long += is_long
     if pieces:
-        counts.kept += 1
-        counts.longest = max(counts.longest, *map(len, pieces))
-        counts.tokens += sum(map(len, pieces))
-        counts.trained += sum(map(num_trained, pieces))
-        counts.cut_tokens += num_cut
+        counts.keep(pieces, num_cut)
     elif is_long and way == "drop":
         counts.cut_tokens += num_cut
         report.drop(example.source, TOO_LONG, is_fault=False)
@@ -146,9 +151,5 @@ def _judged(
         counts.cut_off += is_long
         report.drop(example.source, f"{ALL_MASKED} within data.seq_len" if is_long else ALL_MASKED)
         return []
-    counts.kept += 1
-    counts.longest = max(counts.longest, *map(len, sides))
-    counts.tokens += sum(map(len, sides))
-    counts.trained += sum(map(num_trained, sides))
-    counts.cut_tokens += num_tokens - sum(map(len, sides))
+    counts.keep(sides, num_tokens - sum(map(len, sides)))
     return [judged]

@@ -210,14 +210,9 @@ def _as_prepared(kept: Kept) -> Prepared:
     manifest = kept.manifest
     return Prepared(
         rows=kept.rows,
-        packing=manifest["packing"],
-        fingerprint=manifest["fingerprint"],
         counts=Counts(**manifest["counts"]),
         sample=[(text, is_trained) for text, is_trained in manifest["sample"]],
-        read=manifest["read"],
-        day=manifest["day"],
-        warning=manifest["warning"],
-        ends=manifest["ends"],
+        **{name: manifest[name] for name in ("packing", "fingerprint", "read", "day", "warning", "ends")},
     )
 
 

@@ -21,8 +21,6 @@ from megatrain.errors import ConfigError
 from megatrain.hardware.memory import GIB
 from megatrain.hardware.present import DriveRates, free_bytes
 
-ALIGN = 4096
-"""Of offsets and sizes; mapped buffers begin at pages."""
 BLOCKS = (1 << 20, 4 << 20, 16 << 20)
 THREADS = (1, 2, 4, 8)
 FILE_BYTES = GIB
@@ -78,7 +76,7 @@ def measure_drive(
     Args:
         directory: where the file is; must exist.
         file_bytes: of the file.
-        blocks: bytes of a transfer; multiples of `ALIGN`.
+        blocks: bytes of a transfer; multiples of 4096.
         threads: numbers of threads.
         cell_s: seconds of each cell and way.
 

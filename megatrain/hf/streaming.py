@@ -8,7 +8,6 @@ the engine's AdamW, which clips and knows the norm; a checkpoint holds the exact
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -52,8 +51,6 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.optimizer import StreamedOptimizer
 from megatrain.stream.steps import PassBefore
 from megatrain.train.ranks import require_same
-
-_log = logging.getLogger(__name__)
 
 _OF_PROCESS = ("local_rank", "logging_dir", "run_name", "log_level", "log_level_replica")
 """The arguments that may be each rank's own."""

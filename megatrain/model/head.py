@@ -15,7 +15,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -244,24 +246,23 @@ class Head:
         self, inner: Callable[..., Any], named: dict[str, Any], output: Any, targets: Tensor
     ) -> ModelOutput:
         self.chunked_tokens += targets.numel()
+        loss_of = partial(self._part, inner, named, output)
         if isinstance(self.share, RowSums):
             rows = zip(output.last_hidden_state.split(1), targets.split(1), strict=True)
-            sums = [self._sum(inner, named, output, *row, 1, has_auxiliary=False) for row in rows]
+            sums = [self._sum(loss_of, *row, 1, has_auxiliary=False) for row in rows]
             return ModelOutput(loss=torch.stack(sums))
         hidden, flat = output.last_hidden_state.flatten(0, -2)[None], targets.reshape(1, -1)
         total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
-        loss = self._sum(inner, named, output, hidden, flat, total, has_auxiliary=True)
+        loss = self._sum(loss_of, hidden, flat, total, has_auxiliary=True)
         if self.share is not None:
             self.share.was_used = True
         return ModelOutput(loss=loss)
 
     def _sum(
         self,
-        inner: Callable[..., Any],
-        named: dict[str, Any],
-        output: Any,
+        loss_of: Callable[..., Tensor],
         hidden: Tensor,
         targets: Tensor,
         total: int | Tensor,
@@ -278,7 +279,7 @@ class Head:
             def run(part: Tensor, targets: Tensor, is_first: bool = has_auxiliary and start == 0) -> Tensor:
                 of_first = share if is_first else None
                 with streaming():
-                    return self._part(inner, named, output, part, targets, total, of_first, is_first=is_first)
+                    return loss_of(part, targets, total, of_first, is_first=is_first)
 
             losses.append(checkpoint(run, hidden[:, span], targets[:, span], use_reentrant=False))
         return torch.stack(losses).sum()
@@ -334,22 +335,15 @@ class Head:
             if "output_router_logits" in self._signature.parameters:
                 whole_named["output_router_logits"] = False
             part = dataclasses.replace(output, last_hidden_state=hidden)
-            held, self.share = self.share, None
-            try:
-                half = hidden.shape[1] // 2
-                with _without_hooks(self._owner):
-                    with self._standing_in(lambda *_, **__: part):
-                        whole = float(inner(**whole_named).loss)
-                    halves = sum(
-                        float(
-                            self._part(
-                                inner, named, output, hidden[:, span], targets[:, span], count, is_first=False
-                            )
-                        )
-                        for span in (slice(0, half), slice(half, None))
-                    )
-            finally:
-                self.share = held
+            loss_of = partial(self._part, inner, named, output)
+            half = hidden.shape[1] // 2
+            with mock.patch.object(self, "share", None), _without_hooks(self._owner):
+                with self._standing_in(lambda *_, **__: part):
+                    whole = float(inner(**whole_named).loss)
+                halves = sum(
+                    float(loss_of(hidden[:, span], targets[:, span], count, is_first=False))
+                    for span in (slice(0, half), slice(half, None))
+                )
         except Exception as error:  # any model's forward may refuse what it has not foreseen
             _log.warning("%s computes its loss whole: %s", name, error)
             return False

@@ -7,7 +7,6 @@ that raises is not called again; the loop asks for `failure` between two steps, 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +15,6 @@ from megatrain.errors import CallbackError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-_log = logging.getLogger(__name__)
 
 
 class Failure(NamedTuple):
