@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
-from megatrain.errors import ConfigError, ModelError, first_line, os_errors
-from megatrain.files import open_safetensors
+from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME, encode_config
-from megatrain.model.weights.reading import require_finite
+from megatrain.model.weights.reading import open_weights, require_finite
 from megatrain.model.weights.skeleton import tied_names
 
 if TYPE_CHECKING:
@@ -233,23 +231,19 @@ def read_adapter(model: PreTrainedModel, directory: Path, put: Callable[[str, Te
     names = adapter_tensors(model)
     parameters = dict(model.named_parameters())
     file = directory / WEIGHTS_NAME
-    try:
-        with os_errors("read", file, ModelError), open_safetensors(file) as tensors:
-            found = set(tensors.keys())
-            for key in sorted(names.keys() ^ found):
-                where = "lacks" if key in names else "has, for which the model has no place,"
-                raise ModelError(f"{file} {where} {key}; use the lora settings that it was trained with")
-            for key, name in names.items():
-                value = tensors.get_tensor(key)
-                if value.shape != parameters[name].shape:
-                    raise ModelError(
-                        f"{file}: {key} is {list(value.shape)}, and the model's is "
-                        f"{list(parameters[name].shape)}; use the lora settings that it was trained with"
-                    )
-                require_finite(value, file, key)
-                put(name, value)
-    except SafetensorError as error:
-        raise ModelError(f"{file} is truncated or no safetensors file: {first_line(error)}") from error
+    with open_weights(file) as tensors:
+        for key in sorted(names.keys() ^ set(tensors.keys())):
+            where = "lacks" if key in names else "has, for which the model has no place,"
+            raise ModelError(f"{file} {where} {key}; use the lora settings that it was trained with")
+        for key, name in names.items():
+            value = tensors.get_tensor(key)
+            if value.shape != parameters[name].shape:
+                raise ModelError(
+                    f"{file}: {key} is {list(value.shape)}, and the model's is "
+                    f"{list(parameters[name].shape)}; use the lora settings that it was trained with"
+                )
+            require_finite(value, file, key)
+            put(name, value)
 
 
 def saved_vocabulary(model: PreTrainedModel, directory: Path) -> int:
@@ -257,11 +251,8 @@ def saved_vocabulary(model: PreTrainedModel, directory: Path) -> int:
     embedding = model.get_input_embeddings()
     path = next(path for path, module in model.named_modules() if module is embedding)
     file, key = directory / WEIGHTS_NAME, f"{_PREFIX}{path}.weight"
-    try:
-        with os_errors("read", file, ModelError), open_safetensors(file) as tensors:
-            return int(tensors.get_slice(key).get_shape()[0]) if key in tensors.keys() else 0  # noqa: SIM118
-    except SafetensorError as error:
-        raise ModelError(f"{file} is truncated or no safetensors file: {first_line(error)}") from error
+    with open_weights(file) as tensors:
+        return int(tensors.get_slice(key).get_shape()[0]) if key in tensors.keys() else 0  # noqa: SIM118
 
 
 def adapter_config(model: PreTrainedModel, base: str) -> bytes:
