@@ -176,14 +176,7 @@ def _part(
 def active_parameters(model: PreTrainedModel) -> int:
     """Count the parameters that a token passes, lookups included: of the experts, the active ones."""
     share = _active_share(model.config.get_text_config())
-    beside = beside_text(model)
-    return round(
-        sum(
-            parameter.numel() * (share or 1.0 if "experts" in name.split(".") else 1.0)
-            for name, parameter in model.named_parameters()
-            if id(parameter) not in beside
-        )
-    )
+    return round(_part(model.named_parameters(), share, beside_text(model), None).active)
 
 
 def _active_share(config: PretrainedConfig) -> float | None:

@@ -24,6 +24,7 @@ from megatrain.plan.program.operations import KINDS
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport
 from megatrain.train.records.metrics import format_bytes
+from megatrain.train.report.runs import table
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import prepare
 from megatrain.train.shards import with_shards
@@ -235,9 +236,4 @@ def describe(reports: Sequence[StepReport]) -> str:
     longest = sorted({name for report in reports for name in list(report.waits)[:3]})
     for name in longest:
         add(name, (f"{report.waits.get(name, 0.0):.4g}" for report in reports))
-    width = max(map(len, rows))
-    columns = [max(map(len, column)) for column in zip(*rows.values(), strict=True)]
-    return "\n".join(
-        "  ".join([name.ljust(width), *(v.rjust(w) for v, w in zip(values, columns, strict=True))])
-        for name, values in rows.items()
-    )
+    return table(([name, *values] for name, values in rows.items()), right=range(1, len(reports) + 1))

@@ -86,26 +86,21 @@ def list_runs(places: Sequence[Path], *, as_json: bool = False) -> str:
     rows = [run_row(run) for run in sorted(find_runs(places), key=lambda run: run.written_s)]
     if as_json:
         return json.dumps(rows)
+    lines = [
+        (
+            row["run"],
+            row["state"],
+            f"{row['step']}/{row['steps'] or '?'}",
+            _loss(row["loss"]),
+            _loss(row["best_eval"]),
+            _rate(row["tokens_per_s"]),
+            row["model"],
+            row["written"] or "-",
+        )
+        for row in rows
+    ]
     head = ("run", "state", "step", "loss", "eval", "tokens/s", "model", "written")
-    return table(
-        [
-            head,
-            *(
-                (
-                    row["run"],
-                    row["state"],
-                    f"{row['step']}/{row['steps'] or '?'}",
-                    _loss(row["loss"]),
-                    _loss(row["best_eval"]),
-                    _rate(row["tokens_per_s"]),
-                    row["model"],
-                    row["written"] or "-",
-                )
-                for row in rows
-            ),
-        ],
-        right=(2, 3, 4, 5),
-    )
+    return table([head, *lines], right=(2, 3, 4, 5))
 
 
 def show_run(place: Path, *, as_json: bool = False) -> str:
