@@ -123,11 +123,10 @@ def _train(given: dict[str, Any], ranks: Any) -> tuple[dict[str, Any], dict[str,
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import megatrain
-    from megatrain.config.choice import Choice, StepBatch
+    from megatrain.config.choice import Choice, StepBatch, part_of
     from megatrain.model.profile.count import count_model
     from megatrain.plan.search.planner import plan_of
     from megatrain.plan.search.request import Request
-    from megatrain.stream.arrange import part_of
     from megatrain.stream.lanes.devices import make_lanes
     from megatrain.stream.machine import machine_of
 

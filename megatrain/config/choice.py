@@ -363,3 +363,46 @@ class StepBatch:
     def step_tokens(self) -> int:
         """Return the tokens of all ranks' step."""
         return self.tokens * self.num_ranks
+
+
+def part_of(
+    num_ranks: int,
+    choice: Choice,
+    batch: StepBatch | None,
+    *,
+    num_nodes: int = 1,
+    gathers: bool = False,
+) -> tuple[Choice, StepBatch | None]:
+    """Return the choice and the batch of one rank of several.
+
+    Args:
+        num_ranks: The number of ranks that train together.
+        choice: The choice so far.
+        batch: The batch of all ranks' step; None: it is not known.
+        num_nodes: The number of nodes on which they are.
+        gathers: Whether the ranks of a node gather weights, of which each fetches a piece.
+
+    Raises:
+        ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
+    """
+    sums = choice.given.get("sums", "device")
+    if sums != "device":
+        raise ConfigError(
+            f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one rank"
+        )
+    choice = replace(choice, sums="device")
+    if batch is None:
+        return choice, None
+    runs = batch.runs
+    part = runs.shared_out(num_ranks, batch.sequence)
+    counts: dict[str, Any] = {
+        "num_micro_batches": part * runs.length,
+        "num_runs": part,
+        "num_ranks": num_ranks,
+        "num_nodes": num_nodes,
+        "gathers": gathers,
+    }
+    lockstep = choice.given.get("lockstep", 1)
+    if lockstep > part * runs.length:
+        choice = replace(choice, lockstep=part * runs.length)
+    return choice, replace(batch, **counts)

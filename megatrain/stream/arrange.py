@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from megatrain.config.choice import KEYS, WITHOUT_DRIVES, Choice, StepBatch, Updates, read_member
+from megatrain.config.choice import WITHOUT_DRIVES, Choice, Updates, read_member
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import OPTIMIZERS, find
 from megatrain.config.read_choice import checked
@@ -108,49 +107,6 @@ def uncompiled(compile: str, sequence: int) -> str:
             "which is not compiled; use compile=off, or parallel.sequence=1"
         )
     return "off"
-
-
-def part_of(
-    num_ranks: int,
-    choice: Choice,
-    batch: StepBatch | None,
-    *,
-    num_nodes: int = 1,
-    gathers: bool = False,
-) -> tuple[Choice, StepBatch | None]:
-    """Return the choice and the batch of one rank of several.
-
-    Args:
-        num_ranks: That train together.
-        choice: What is decided.
-        batch: Of all ranks' step; None: it is not known.
-        num_nodes: On which they are.
-        gathers: Those of a node gather weights, of which each fetches a piece.
-
-    Raises:
-        ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
-    """
-    sums = choice.given.get("sums", "device")
-    if sums != "device":
-        raise ConfigError(
-            f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one rank"
-        )
-    choice = replace(choice, sums="device")
-    if batch is None:
-        return choice, None
-    runs = batch.runs
-    part = runs.shared_out(num_ranks, batch.sequence)
-    counts: dict[str, Any] = {
-        "num_micro_batches": part * runs.length,
-        "num_runs": part,
-        "num_ranks": num_ranks,
-        "num_nodes": num_nodes,
-        "gathers": gathers,
-    }
-    lockstep = choice.given.get("lockstep", 1)
-    if lockstep > part * runs.length:
-        choice = replace(choice, lockstep=part * runs.length)
-    return choice, replace(batch, **counts)
 
 
 def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:

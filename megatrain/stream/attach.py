@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import Choice, StepBatch, part_of
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.read_choice import as_values, from_values, read_choice
@@ -24,7 +24,6 @@ from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.arrange import (
     check_choice,
     check_runs,
-    part_of,
     refuse_on_drives,
     require_drives,
     uncompiled,

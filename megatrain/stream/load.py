@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.adaptation import Adaptation
-from megatrain.config.choice import AUTO, Choice, StepBatch
+from megatrain.config.choice import AUTO, Choice, StepBatch, part_of
 from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.read_choice import read_choice
 from megatrain.config.runs import Runs
@@ -40,7 +40,7 @@ from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, read_precision, view_entry
 from megatrain.store.tiered import TieredState
-from megatrain.stream.arrange import part_of, refuse_on_drives
+from megatrain.stream.arrange import refuse_on_drives
 from megatrain.stream.bind import (
     kept_sums,
     make_host,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from operator import attrgetter
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,7 @@ PROGRAM_BYTES = 512 << 20
 batch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: what follows from it is found once
 class Request:
     """What a plan is asked for."""
 
@@ -77,7 +78,7 @@ class Request:
         rates, anatomy, batch = self.rates, self.anatomy, self.batch
         return Step(rates, anatomy, choice, batch, clips=self.clips, commit_every=self.commit_every)
 
-    @property
+    @cached_property
     def limits(self) -> dict[str, int | None]:
         """Return the bytes that each tier may take; None: no limit."""
         spec = self.spec
@@ -93,18 +94,18 @@ class Request:
             "nvme": _least(drive, self.drive_limit),
         }
 
-    @property
+    @cached_property
     def optimizer(self) -> Optimizer:
         """Return the optimizer of the run, with its state in this format."""
         return find(self.optimizer_name, self.state)
 
-    @property
+    @cached_property
     def has_scratch(self) -> bool:
         """Whether updates on the device are torch's operations, which take scratch memory."""
         spec = self.spec
         return spec.updates_with_scratch or (spec.has_accelerator and not self.optimizer.may_fuse)
 
-    @property
+    @cached_property
     def rates(self) -> Rates:
         """Return the machine as a rank has it, in the dtype and with the optimizer of the run."""
         kernels = Kernels(fuses_layers=self.compiles or self.fuses)

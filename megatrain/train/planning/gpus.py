@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatrain.config.choice import part_of
 from megatrain.config.runs import require_power_of_two
 from megatrain.errors import ConfigError
 from megatrain.hardware import HardwareSpec
@@ -58,8 +59,6 @@ def of_ranks(request: Request, num_ranks: int, num_nodes: int = 1, *, gathers: b
     """
     if num_ranks == 1:
         return request
-    from megatrain.stream.arrange import part_of  # this loads torch
-
     spec, batch = request.spec, request.batch
     if not spec.is_cpu:  # ranks of a CPU are measured with the cores that each has
         spec = spec.with_ranks(num_ranks // num_nodes, num_nodes)

@@ -13,13 +13,12 @@ import torch
 from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.load import verify
 from megatrain.checkpoint.save import save
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import Choice, StepBatch, part_of
 from megatrain.config.optimizers import adamw
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware import accelerators
 from megatrain.layout.blocks import ParameterSpec, lay_out
 from megatrain.layout.ownership import Share, shares, state_shares
-from megatrain.stream.arrange import part_of
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.ranks import gathers_weights, require_checkpoint

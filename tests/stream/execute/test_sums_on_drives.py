@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import Choice, StepBatch, part_of
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING, padded
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.step import step_program
 from megatrain.store.placement import Tiers
-from megatrain.stream.arrange import part_of
 from megatrain.stream.execute.gradient_buffers import Home
 from megatrain.stream.lanes import Cause, OrderingError
 from tests.families import FAMILIES

@@ -218,10 +218,11 @@ def test_a_plan_of_a_kept_count_loads_neither_torch_nor_transformers(model: Path
     code = (
         "import sys\n"
         "from megatrain.cli import main\n"
-        "try:\n"
-        f"    main(['plan', '--model', {str(model)!r}, '--machine', 'rtx-4090', '--json'])\n"
-        "except SystemExit as ended:\n"
-        "    assert not ended.code, ended.code\n"
+        "for machine in (['rtx-4090', '--json'], ['4xrtx-4090']):\n"
+        "    try:\n"
+        f"        main(['plan', '--model', {str(model)!r}, '--machine', *machine])\n"
+        "    except SystemExit as ended:\n"
+        "        assert not ended.code, ended.code\n"
         "heavy = {'torch', 'transformers', 'numba', 'datasets', 'numpy', 'rich'} & set(sys.modules)\n"
         "print(sorted(heavy), file=sys.stderr)\n"
     )
@@ -231,9 +232,13 @@ def test_a_plan_of_a_kept_count_loads_neither_torch_nor_transformers(model: Path
     again = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
-    outputs = [json.loads(done.stdout) for done in (first, again)]
+    (first_json, first_ranks), (json_again, ranks_again) = (
+        done.stdout.split("\n model ", 1) for done in (first, again)
+    )
+    outputs = [json.loads(first_json), json.loads(json_again)]
     assert "torch" in first.stderr.splitlines()[-1]
     assert again.stderr.splitlines()[-1] == "[]"
+    assert first_ranks == ranks_again
     for same in ("model", "checkpoint_bytes", "batch", "limits"):
         assert outputs[0][same] == outputs[1][same]
 
