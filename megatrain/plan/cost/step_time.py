@@ -28,7 +28,7 @@ from megatrain.plan.memory.block_sums import (
     given_weights,
     updated_share,
 )
-from megatrain.plan.memory.planned_blocks import PlannedBlock, list_blocks
+from megatrain.plan.memory.planned_blocks import PlannedBlock
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import KINDS, Program, Task
 from megatrain.plan.program.spec import StepSpec
@@ -97,7 +97,7 @@ class Step:
     @cached_property
     def blocks(self) -> list[PlannedBlock]:
         """What streams as one: of all layers in forward order, then the outer ones."""
-        return list_blocks(self.anatomy, self.choice, self.rates.optimizer, self.batch)
+        return self.block_sums.listed(self.anatomy, self.choice, self.rates.optimizer, self.batch)
 
     @cached_property
     def block_sums(self) -> BlockSums:
@@ -148,7 +148,13 @@ class Step:
         Args:
             is_short: As `step_s` times it: with few rounds and visits, and whole parts of blocks in a commit.
         """
-        return self._program(self._rounds(is_short=is_short), in_pieces=not is_short)
+        return (
+            self._short_program if is_short else self._program(self._rounds(is_short=False), in_pieces=True)
+        )
+
+    @cached_property
+    def _short_program(self) -> Program:
+        return self._program(self._rounds(is_short=True), in_pieces=False)
 
     def _program(
         self, rounds: list[list[int]], sums: Sequence[RoundSums] | None = None, *, in_pieces: bool
@@ -183,7 +189,7 @@ class Step:
         """Bytes that a step moves, by the label of the operations."""
         rounds = self._rounds(is_short=True)
         sums = self._round_sums(len(rounds))
-        moved = _bytes_by_label(self._program(rounds, sums, in_pieces=False))
+        moved = _bytes_by_label(self._short_program)
         more = self.num_rounds - len(rounds)
         if more:  # each goes on as the last but one did
             fewer = _bytes_by_label(self._program(rounds[1:], sums[1:], in_pieces=False))

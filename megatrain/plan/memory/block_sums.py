@@ -20,7 +20,7 @@ from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.ownership import drive_totals, node_totals, piece_bytes, planned_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Layer
-from megatrain.plan.memory.planned_blocks import list_blocks
+from megatrain.plan.memory.planned_blocks import PlannedBlock, list_blocks
 from megatrain.plan.program.spec import DriveSpec
 
 
@@ -49,12 +49,22 @@ class BlockSums:
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}
         self._samples: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
         self._gradients_of: dict[tuple[object, ...], tuple[tuple[str, ...], GradientPlaces]] = {}
+        self._listed: dict[tuple[object, ...], list[PlannedBlock]] = {}
         self.placed: dict[tuple[object, ...], dict[str, int]] = {}
         """What `pools` has counted of a placement of blocks in RAM and on drives."""
         self.runs: dict[tuple[object, ...], Any] = {}
         """How the layers run under choices that were looked at: see `layer_runs`."""
         self.kinds = _kinds(anatomy.layers)
         """For each layer, the first one that is like it but for its name."""
+
+    def listed(
+        self, anatomy: Anatomy, choice: Choice, optimizer: Optimizer, batch: StepBatch
+    ) -> list[PlannedBlock]:
+        """Return what `list_blocks` does, once for choices that leave the same blocks on the device."""
+        key = (choice.resident_layers, choice.outer_resident, choice.outer_streams, optimizer, batch)
+        if key not in self._listed:
+            self._listed[key] = list_blocks(anatomy, choice, optimizer, batch)
+        return self._listed[key]
 
     def kept_by_node(self, batch: StepBatch) -> BlockTotals | None:
         """Return the sizes of what the first node keeps of each block's state, as `node_totals`."""
@@ -321,12 +331,15 @@ def _added(sizes: BlockBytes, completes: bool) -> int:
 
 
 def _kinds(layers: Sequence[Layer]) -> list[int]:
-    first: dict[object, int] = {}
+    first: list[tuple[Layer, int]] = []
     kinds = []
     for number, layer in enumerate(layers):
         fragments = tuple(replace(fragment, name="") for fragment in layer.fragments)
-        key = repr(replace(layer, fragments=fragments))
-        kinds.append(first.setdefault(key, number))
+        bare = replace(layer, fragments=fragments)
+        like = next((kind for known, kind in reversed(first) if known == bare), number)
+        if like == number:
+            first.append((bare, number))
+        kinds.append(like)
     return kinds
 
 

@@ -122,6 +122,11 @@ class DevicePeaks:
         later = [number < newest for number in range(len(kinds))]
         return list(zip(before, kinds, after, nearest, second, later, self._scratch, strict=False))
 
+    @property
+    def largest(self) -> DevicePeak:
+        """Return the moment with most bytes."""
+        return max(self.all(), key=lambda moment: moment.nbytes)
+
     def all(self) -> Iterator[DevicePeak]:
         """Yield every moment that may be the largest of compute's."""
         for number in self._telling:

@@ -37,9 +37,9 @@ def device_peak_bytes(
         overlaps: The lanes run at the same time, as on a GPU; see `DevicePeaks`.
         has_scratch: Updates on the device take scratch memory; see there.
     """
-    found = _allocated(anatomy, choice, batch, optimizer)
+    found = allocated(anatomy, choice, batch, optimizer)
     peaks = DevicePeaks(anatomy, choice, batch, optimizer, overlaps=overlaps, has_scratch=has_scratch)
-    largest = max(peaks.all(), key=lambda moment: moment.nbytes)
+    largest = peaks.largest
     found += [
         Pool(tier="device", name="boundaries", nbytes=largest.boundaries, is_exact=False),
         Pool(tier="device", name="saved activations", nbytes=largest.saved, is_exact=False),
@@ -82,7 +82,7 @@ def _offloads(choice: Choice) -> bool:
     return any(POLICIES[name].is_offloaded for name in set(choice.activations))
 
 
-def _allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:
+def allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:
     """Return what the engine allocates and keeps."""
     block_sums = BlockSums.of(anatomy, choice.fragments)
     sizes = pools.device_pools(

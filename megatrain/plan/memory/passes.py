@@ -41,5 +41,5 @@ def most_without_gradients(
         for layer in anatomy.layers
     ]
     working = max(*inside, anatomy.head_forward_peak_bytes + anatomy.head_saved_bytes)
-    room = max(moment.nbytes for moment in peaks.all()) - peaks.constant - working
+    room = peaks.largest.nbytes - peaks.constant - working
     return max(min(choice.lockstep, batch.num_micro_batches), room // max(1, each))

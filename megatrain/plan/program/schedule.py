@@ -114,10 +114,14 @@ class _Placing:
             if block is not None:
                 self._uses.setdefault(block, []).append(position)
         self._missing = 0
+        self._is_full, self._passed = False, -1
+        """No slot could be given up when one was last looked for; the block that was passed last."""
 
     def prefetch(self, position: int) -> None:
         """Fetch whatever the rules allow before the visit at `position`."""
-        self._missing = max(self._missing, position)
+        if self._missing > position and self._is_full and self._next_use(self._passed) < self._missing:
+            return  # the slots are as they were, but for that of the block that was just passed
+        self._missing, self._is_full = max(self._missing, position), False
         while self._missing < len(self._order):
             block = self._order[self._missing]
             if block is None or block in self.slots:
@@ -127,6 +131,7 @@ class _Placing:
             next_uses = [self._next_use(held) for held in self.slots]
             victim = max(self._free, key=next_uses.__getitem__)
             if next_uses[victim] < self._missing:
+                self._is_full = True
                 break
             self.slots[victim] = block
             nbytes = self._sizes[block].fetch_bytes
@@ -137,6 +142,7 @@ class _Placing:
         if not self._sizes[block].is_streamed:
             return -1
         self._uses[block].pop()
+        self._passed = block
         return self.slots.index(block)
 
     def _next_use(self, block: int | None) -> int:

@@ -12,6 +12,7 @@ from megatrain.config.choice import AUTO, Choice
 from megatrain.config.policies import BASES, POLICIES
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
+from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.search.filling import keep_more
 from megatrain.plan.search.placing import (
     SMALL,
@@ -42,10 +43,7 @@ _ROUND_TOKENS = 16_384
 
 def list_choices(request: Request, extent: Breadth = Breadth.ALL) -> Iterator[Choice]:
     """Yield the choices that fit: in RAM if one does; otherwise with drives, as few bytes there as can be."""
-    for tiers in _tiers(request):
-        smallest = list(_frames(request, tiers, Breadth.LEAST))
-        if not any(_placed_if_it_fits(request, frame) for frame in smallest):
-            continue
+    for tiers, smallest in _fitting(request):
         found = False
         frames_of = _frames(request, tiers, extent)
         if extent is Breadth.COARSE and "nvme" in (request.choice.boundaries, request.choice.sums):
@@ -80,12 +78,37 @@ def _longest_rounds(request: Request, frames: Iterator[Choice]) -> Iterator[Choi
 def first_fit(request: Request) -> Choice | None:
     """Return a choice that fits, one that takes little memory; None: none does."""
     for tiers in _tiers(request):
-        for frame in _frames(request, tiers, Breadth.LEAST):
+        for frame in _frames(request, tiers, Breadth.LEAST) if _has_ram(request, tiers) else ():
             found = _placed_if_it_fits(request, frame)
             if found is not None:
                 return found
     on_drives = with_activations_on_drives(request)
     return None if on_drives is None else first_fit(on_drives)
+
+
+def _fitting(request: Request) -> list[tuple[frozenset[tuple[str, str]], list[Choice]]]:
+    """Return the tiers with which anything fits, with what takes least memory there, once for a request."""
+    if "fitting" not in request.known:
+        possible = [tiers for tiers in _tiers(request) if _has_ram(request, tiers)]
+        smallest = [(tiers, list(_frames(request, tiers, Breadth.LEAST))) for tiers in possible]
+        request.known["fitting"] = [
+            (tiers, frames)
+            for tiers, frames in smallest
+            if any(_placed_if_it_fits(request, frame) for frame in frames)
+        ]
+    found: list[tuple[frozenset[tuple[str, str]], list[Choice]]] = request.known["fitting"]
+    return found
+
+
+def _has_ram(request: Request, tiers: frozenset[tuple[str, str]]) -> bool:
+    """Whether RAM holds the planes of all blocks that are not on drives, which every choice takes there."""
+    limit, there = request.limits["ram"], dict(tiers)
+    assert limit is not None
+    totals = BlockSums.of(request.anatomy, fragments=False)
+    kept, nobody = totals.kept_by_node(request.batch) or totals.totals, totals.totals[:0]
+    weights = nobody if there.get("working") == "nvme" else totals.totals[:]
+    state = nobody if there.get("moments") == "nvme" else kept[:]
+    return sum(pools.state_planes(weights, state, request.optimizer).values()) <= limit
 
 
 def _placed_if_it_fits(request: Request, frame: Choice) -> Choice | None:

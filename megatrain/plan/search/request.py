@@ -7,18 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import attrgetter
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.plan import Pool
+from megatrain.config.policies import POLICIES
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import deterministic_spec
 from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.cost.step_time import Step
-from megatrain.plan.memory.device_pools import device_peak_bytes
+from megatrain.plan.memory.device_peaks import DevicePeaks
+from megatrain.plan.memory.device_pools import allocated, device_peak_bytes
 from megatrain.plan.memory.host_pools import drive_pools, host_pools, of_other_ranks
 from megatrain.plan.memory.passes import most_without_gradients
 
@@ -67,6 +70,17 @@ class Request:
     drive_limit: int | None = None
     choice: Choice = field(default_factory=Choice)
     """What is decided already; the planner decides what is open."""
+
+    @cached_property
+    def known(self) -> dict[str, Any]:
+        """Return what a search has found out about the request, by name."""
+        return {}
+
+    @cached_property
+    def known_bytes(self) -> _Known:
+        """Return the bytes of choices that were counted in this process, for requests that count alike."""
+        key = (self.batch, self.optimizer, self.spec.is_cpu, self.has_scratch)
+        return _BYTES.setdefault(self.anatomy, {}).setdefault(key, {})
 
     @property
     def commits(self) -> bool:
@@ -162,6 +176,11 @@ def _on_device(request: Request, choice: Choice) -> list[Pool]:
     )
 
 
+def _peak_bytes(request: Request, choice: Choice) -> int:
+    asked, has_scratch = (request.anatomy, choice, request.batch, request.optimizer), request.has_scratch
+    return DevicePeaks(*asked, overlaps=not request.spec.is_cpu, has_scratch=has_scratch).largest.nbytes
+
+
 def most_together(request: Request, choice: Choice) -> int:
     """Return how many micro-batches pass together without gradients in the memory of a step."""
     spec = request.spec
@@ -177,11 +196,20 @@ def most_together(request: Request, choice: Choice) -> int:
 
 def host_bytes(request: Request, choice: Choice) -> int:
     """Return the bytes of all pools that are in RAM whatever the device is."""
-    key = (_ON_HOST(choice), request.batch, request.optimizer)
-    known = _HOST_BYTES.setdefault(request.anatomy, {})
+    return _elsewhere(request, choice)[0]
+
+
+def _elsewhere(request: Request, choice: Choice) -> tuple[int, int]:
+    """Return the bytes of all pools in RAM whatever the device is, and on drives, once per process.
+
+    Where no activations leave the device, it is the same under all policies.
+    """
+    stays = choice.boundaries == "device" and not any(POLICIES[n].is_offloaded for n in {*choice.activations})
+    key, known = (_ELSEWHERE(choice), () if stays else choice.activations), request.known_bytes
     if key not in known:
-        pools = host_pools(request.anatomy, choice, request.batch, request.optimizer)
-        known[key] = sum(pool.nbytes for pool in pools)
+        asked = request.anatomy, choice, request.batch, request.optimizer
+        in_ram, on_drives = host_pools(*asked), drive_pools(*asked)
+        known[key] = sum(pool.nbytes for pool in in_ram), sum(pool.nbytes for pool in on_drives)
     return known[key]
 
 
@@ -214,10 +242,8 @@ def _over(request: Request, choice: Choice) -> list[tuple[str, int]]:
 
 def _needs(request: Request, choice: Choice) -> dict[str, int]:
     """Return a choice's bytes by tier."""
-    on_drives = sum(
-        pool.nbytes for pool in drive_pools(request.anatomy, choice, request.batch, request.optimizer)
-    )
-    needs = {"device": 0, "ram": host_bytes(request, choice), "nvme": on_drives}
+    in_ram, on_drives = _elsewhere(request, choice)
+    needs = {"device": 0, "ram": in_ram, "nvme": on_drives}
     if request.spec.is_cpu:
         needs["ram"] += request.batch.ranks_of_node * _device_bytes(request, choice)
     else:
@@ -226,16 +252,19 @@ def _needs(request: Request, choice: Choice) -> dict[str, int]:
 
 
 def _device_bytes(request: Request, choice: Choice) -> int:
-    """Return the bytes on the device, which take longest to count, once per process.
+    """Return the bytes on the device.
 
-    Choices that differ only in when updates run, or in what is on drives, take the same of it.
+    What is allocated is the same under all policies, and the largest moment with any number of buffers: each
+    is counted once per process.
     """
-    spec = request.spec
-    key = (_ON_DEVICE(choice), request.batch, request.optimizer, spec.is_cpu, request.has_scratch)
-    known = _DEVICE_BYTES.setdefault(request.anatomy, {})
-    if key not in known:
-        known[key] = sum(pool.nbytes for pool in _on_device(request, choice))
-    return known[key]
+    known, allocates = request.known_bytes, _ALLOCATED(choice)
+    moment = (_MOMENT(choice), any(place != "device" for place in choice.gradients))
+    if allocates not in known:
+        pools = allocated(request.anatomy, choice, request.batch, request.optimizer)
+        known[allocates] = sum(pool.nbytes for pool in pools), 0
+    if moment not in known:
+        known[moment] = _peak_bytes(request, choice), 0
+    return known[allocates][0] + known[moment][0]
 
 
 def _all_but(*names: str) -> Callable[[Choice], tuple[object, ...]]:
@@ -243,11 +272,13 @@ def _all_but(*names: str) -> Callable[[Choice], tuple[object, ...]]:
     return attrgetter(*(field.name for field in fields(Choice) if field.name not in names))
 
 
-_ON_DEVICE = _all_but("updates", "sums", "tiers", "blocks_in_ram", "weights_in_ram")
-_ON_HOST = _all_but("num_slots", "num_gradient_buffers")
-"""What decides how many bytes a choice takes on the device, and in RAM whatever the device is."""
-_DEVICE_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
-_HOST_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], int]] = WeakKeyDictionary()
+_OFF_DEVICE = ("updates", "sums", "tiers", "blocks_in_ram", "weights_in_ram")
+_ALLOCATED = _all_but(*_OFF_DEVICE, "activations", "boundaries")
+_MOMENT = _all_but(*_OFF_DEVICE, "num_slots", "num_gradient_buffers", "gradients")
+_ELSEWHERE = _all_but("num_slots", "num_gradient_buffers", "activations")
+"""What decides how many bytes a choice takes on the device for good, and for a moment, and off the device."""
+_Known: TypeAlias = dict[tuple[object, ...], tuple[int, int]]
+_BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], _Known]] = WeakKeyDictionary()
 
 
 def _least(*values: int | None) -> int | None:
