@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megatrain.config.choice import Choice
 from megatrain.config.optimizers import adamw
-from megatrain.errors import ConfigError, ModelError
+from megatrain.config.runs import Runs, in_order, num_places
+from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.model.head import count_targets
+from megatrain.model.sequence.rows import cut_rows
 from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
 from megatrain.stream import arrange
@@ -70,16 +75,17 @@ class Engine:
         self.compiler = Compiler() if compiles else None
         self._settings = ExitStack()
         self._names = [name for name, _ in model.named_parameters()]
-        rows = self._settings.enter_context(binding.rows_shared(model, self.counts.swapped))
+        self._rows = self._settings.enter_context(binding.rows_shared(model, self.counts.swapped))
+        """The rows of a step that ranks share out; None: each has whole ones."""
         self._model_forward = ModelForward(
             model,
             self.arrangement,
             self.meter,
-            rows,
+            self._rows,
             head_chunk_tokens=choice.head_chunk_tokens,
             micro_batch_size=micro_batch_size,
         )
-        self._steps = Steps(model, self._model_forward, self.arrangement, self.meter, rows)
+        self._steps = Steps(model, self._model_forward, self.arrangement, self.meter, self._rows)
         self.together = Together(self._steps, self.arrangement, self.require_attached)
         """Runs passes without gradients, many at a time."""
         self.optimizer: StreamedOptimizer | None = None
@@ -158,11 +164,47 @@ class Engine:
             ConfigError: No micro-batch, or not one seed per micro-batch.
         """
         self.require_attached()
-        return self._steps.run_batches(micro_batches, seeds)
+        if isinstance(micro_batches, Mapping):
+            raise ConfigError("forward_backward takes a list of micro-batches; put the one batch into a list")
+        batches, rows, binding = list(micro_batches), self._rows, self.arrangement.binding
+        if not batches:
+            raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")
+        counts = [count_targets(batch) for batch in batches]
+        if rows is not None:
+            batches = [cut_rows(batch, rows) for batch in batches]
+            counts = [count_targets(batch) for batch in batches]
+        total, number = own, _ = sum(counts), len(batches)
+        if binding.ranks is not None:
+            total, number = torch.stack(binding.ranks.gather(torch.tensor([own, number]))).sum(0).tolist()
+            number //= binding.sequence
+        if total == 0:
+            raise DataError("the step has no token to train on: every label is -100; check the data's labels")
+        head = self._model_forward.head
+
+        def loss_of(batch: Mapping[str, Any], count: int) -> Tensor:
+            share = head.share_of(batch, count, total=total, num_micro_batches=number)
+            with head.over(share):
+                return share.scaled(self.model(**{**batch, "return_dict": True}).loss)
+
+        calls = [partial(loss_of, batch, count) for batch, count in zip(batches, counts, strict=True)]
+        with nullcontext() if rows is None else rows.active():
+            losses = self._steps.run(calls, seeds, own)
+        if binding.ranks is not None:  # those of all ranks, in the order of one
+            found = [list(each) for each in binding.ranks.gather(torch.stack(losses))]
+            sequence = binding.sequence
+            losses = in_order(self.parts(len(losses) * len(found) // sequence), found, sequence)
+        return reduce(torch.add, losses)
 
     def parts(self, count: int) -> list[list[int]]:
-        """Return by rank which of a step's `count` micro-batches it is given, by their numbers."""
-        return self._steps.parts(count)
+        """Return by rank which of a step's `count` micro-batches it is given, by their numbers.
+
+        Raises:
+            ConfigError: They cannot be cut into the step's runs.
+        """
+        binding = self.arrangement.binding
+        size = 1 if binding.ranks is None else binding.ranks.size
+        runs = Runs.of(binding.runs.number * num_places(size, binding.sequence), count)
+        return runs.parts(self.choice.lockstep, size, binding.sequence)
 
     def run_losses(
         self,
@@ -190,7 +232,7 @@ class Engine:
             ConfigError: As of `Steps.run`.
         """
         self.require_attached()
-        return self._steps.run(losses, seeds, None, only_loss=only_loss, before=before)
+        return self._steps.run(losses, seeds, only_loss=only_loss, before=before)
 
     def adopt_forward(self) -> None:
         """Let calls come in through the forward that was put on the model after `attach`, as TRL does."""

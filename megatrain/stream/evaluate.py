@@ -37,7 +37,7 @@ def losses(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[tup
     model, options = engine.model, _options(engine)
 
     def loss_of(batch: Mapping[str, Any], count: int) -> Tensor:
-        with engine._model_forward.over(Share(count, count)):
+        with engine._model_forward.head.over(Share(count, count)):
             loss: Tensor = model(**{**batch, **options}).loss
         return loss
 
@@ -61,7 +61,7 @@ def row_losses(engine: Engine, batch: Mapping[str, Any]) -> Tensor:
         A 1-dim tensor of fp32.
     """
     engine.require_attached()
-    with engine._model_forward.over(RowSums()):
+    with engine._model_forward.head.over(RowSums()):
         output = engine.model(**{**batch, **_options(engine)})
     if output.loss.ndim == 1:
         return output.loss.float()

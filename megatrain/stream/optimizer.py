@@ -25,7 +25,7 @@ from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import check_updates
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.execute.issuer import OptimizerWork
+from megatrain.stream.execute.parts import OptimizerWork
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
 from megatrain.stream.forward.overrides import USE_OURS
 from megatrain.stream.parameter_groups import as_given, by_decay
@@ -153,7 +153,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     "first, or opt.zero_grad() before it"
                 )
             executor.gradients.buffers.num_staging = NUM_GRADIENT_STAGING
-            executor.issuer.optimizer = OptimizerWork(self._update_at_once)
+            executor.parts.optimizer = OptimizerWork(self._update_at_once)
         elif self._max_grad_norm is not None and executor.gradients.buffers.in_ram:
             executor.host.allocate_gradients(executor.gradients.buffers.in_ram)
 

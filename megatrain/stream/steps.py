@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatrain.config.runs import Runs, in_order, num_places
-from megatrain.errors import ConfigError, DataError
-from megatrain.model.head import count_targets
+from megatrain.errors import ConfigError
 from megatrain.model.sequence.attention import SharedRows
-from megatrain.model.sequence.rows import cut_rows
 from megatrain.stream.failures import explained
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.model_forward import ModelForward
@@ -24,7 +21,6 @@ from megatrain.stream.meter import StepMeter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -68,24 +64,77 @@ class Steps:
         self,
         losses: Sequence[Callable[[], Tensor]],
         seeds: Sequence[int] | None,
-        num_targets: int | None,
+        num_targets: int | None = None,
         *,
         only_loss: bool = False,
         before: Sequence[PassBefore] = (),
     ) -> list[Tensor]:
-        """Run a step's calls and their backward; see `Engine.run_losses`.
+        """Run a step: for each round the passes before its losses, the losses, and their backward.
 
         Args:
-            losses: One per micro-batch.
-            seeds: One per micro-batch; None: they are drawn if the calls take turns.
-            num_targets: Tokens that the step trains on; None: counted as they pass.
-            only_loss: As in `ModelForward.only_loss`.
-            before: Passes that come before the losses of each round.
+            losses: One call per micro-batch, which returns its loss.
+            seeds: One seed per micro-batch; None: they are drawn if the calls take turns.
+            num_targets: The number of tokens that the step trains on; None: counted as they pass.
+            only_loss: A claim that the calls use nothing but the loss that the model returns: its head may
+                run in chunks.
+            before: The passes that come before the losses of each round.
+
+        Returns:
+            The losses, detached, in order.
 
         Raises:
             ConfigError: No loss, one that is no real number with a gradient, not one seed per loss, or a step
                 inside a step.
         """
+        self._check(losses, seeds, before)
+        arrangement, turns = self._arrangement, self._forward.turns
+        rounds, together = arrangement.rounds, arrangement.choice.lockstep
+        if seeds is None and together > 1 and len(losses) > 1:
+            seeds = torch.randint(2**62, (len(losses),)).tolist()
+        self.zero_grad()
+        self._meter.begin(num_targets)
+        found: list[Tensor] = []
+
+        def seed_of(number: int, order: int = 0) -> int | None:
+            return None if seeds is None else seeds[number] + order
+
+        try:
+            self._forward.head.only_loss = only_loss
+            arrangement.binding.check()
+            numbers = range(len(losses))
+            of_rounds = [numbers[first : first + together] for first in numbers[::together]]
+            rounds.foresee_step([len(numbers) for numbers in of_rounds], len(before))
+            in_turn = arrangement.executor.spec.heads_in_turn
+            for numbers in of_rounds:
+                rounds.num_together = len(numbers)
+                arrangement.gradients.run_sums.begin_round(numbers)
+                for order, each in enumerate(before):
+                    with each.around():
+                        self._pass_together([(each.calls[n], seed_of(n, order + 1)) for n in numbers])
+                calls = [
+                    partial(self._loss, place, number, losses[number], seed_of(number))
+                    for place, number in enumerate(numbers)
+                ]
+                parts = turns.run(calls, heads_in_turn=in_turn) if len(calls) > 1 else [calls[0]()]
+                torch.autograd.backward([root for _, root in parts])
+                found += [loss for loss, _ in parts]
+        except BaseException as error:
+            self.drop(error)
+            instead = explained(error, self._model, arrangement.lanes.device)
+            if instead is not None:
+                raise instead from error
+            raise
+        finally:
+            rounds.in_step = self._forward.head.only_loss = False
+        return found
+
+    def _check(
+        self,
+        losses: Sequence[Callable[[], Tensor]],
+        seeds: Sequence[int] | None,
+        before: Sequence[PassBefore],
+    ) -> None:
+        """Refuse what is no step; see `run`."""
         if self._rows is not None and not self._rows.is_active:
             raise ConfigError(
                 f"engine.run_losses calls the model on whole rows, but {self._rows.number} ranks share "
@@ -103,23 +152,28 @@ class Steps:
                     f"pass {number} before the losses has {len(each.calls)} calls for {len(losses)} "
                     "micro-batches"
                 )
-        if seeds is None and self._arrangement.choice.lockstep > 1 and len(losses) > 1:
-            seeds = torch.randint(2**62, (len(losses),)).tolist()
-        self.zero_grad()
-        self._meter.begin(num_targets)
-        try:
-            checked = [partial(_checked, number, loss) for number, loss in enumerate(losses)]
-            with self._forward.only_loss(only_loss):
-                return self._run(checked, seeds, before)
-        except BaseException as error:
-            self.drop(error)
-            instead = explained(error, self._model, self._arrangement.lanes.device)
-            if instead is not None:
-                raise instead from error
-            raise
+
+    def _loss(
+        self, place: int, number: int, call: Callable[[], Tensor], seed: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the loss of a micro-batch, and the backward of its head, if that can run by itself.
+
+        Args:
+            place: The place of the micro-batch in its round.
+            number: The number of the micro-batch in the step.
+            call: Returns the loss, which is not scaled here.
+            seed: The seed of torch's generators; None: they go on.
+
+        Returns:
+            The loss, detached, and where the rest of its backward begins.
+        """
+        with self._forward.turns.turn(place, seed, with_gradients=True) as turn:
+            loss = call()
+            _check_loss(loss, number)
+            return loss.detach(), self._forward.turns.go_back(turn, loss)
 
     def run_passes(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Run calls without gradients that take turns at every layer; see `Together.run`.
+        """Run calls without gradients, between two steps; see `Together.run`.
 
         Raises:
             ConfigError: A step is going on, or one of these calls has begun this.
@@ -134,88 +188,19 @@ class Steps:
             return []
         self._meter.pause()
         rounds.foresee_passes(len(calls))
-        found = self._together(self._forward.turns.take, calls, range(len(calls)), None)
+        found = self._pass_together([(call, None) for call in calls])
         rounds.end_passes(len(calls))
         return found
 
-    def _run(
-        self,
-        losses: Sequence[Callable[[], Tensor]],
-        seeds: Sequence[int] | None,
-        before: Sequence[PassBefore],
-    ) -> list[Tensor]:
-        """Run rounds: the passes before their losses, the losses, their backward. Return these, detached."""
-        self._arrangement.binding.check()
-        rounds, together = self._arrangement.rounds, self._arrangement.choice.lockstep
-        numbers = range(len(losses))
-        numbers_of_rounds = [numbers[first : first + together] for first in numbers[::together]]
-        rounds.foresee_step([len(numbers) for numbers in numbers_of_rounds], len(before))
-        found: list[Tensor] = []
-        try:
-            for numbers in numbers_of_rounds:
-                rounds.num_together = len(numbers)
-                self._arrangement.gradients.run_sums.begin_round(numbers)
-                for order, each in enumerate(before):
-                    own = None if seeds is None else [seed + 1 + order for seed in seeds]
-                    with each.around():
-                        self._together(self._forward.turns.take, each.calls, numbers, own)
-                in_turn = self._arrangement.executor.spec.heads_in_turn
-                take_loss = self._forward.turns.take_loss
-                parts = self._together(take_loss, losses, numbers, seeds, heads_in_turn=in_turn)
-                torch.autograd.backward([root for _, root in parts])
-                found += [loss for loss, _ in parts]
-        finally:
-            rounds.in_step = False
-        return found
+    def _pass_together(self, calls: Sequence[tuple[Callable[[], T], int | None]]) -> list[T]:
+        """Run calls without gradients, each with its seed, that take turns at every layer."""
 
-    def _together(
-        self,
-        take: Callable[[int, Callable[[], S], int | None], T],
-        calls: Sequence[Callable[[], S]],
-        numbers: Sequence[int],
-        seeds: Sequence[int] | None,
-        *,
-        heads_in_turn: bool = True,
-    ) -> list[T]:
-        """Let those of the calls that have these numbers take their turns, and return what comes of each."""
-        turns = [
-            partial(take, place, calls[number], None if seeds is None else seeds[number])
-            for place, number in enumerate(numbers)
-        ]
-        return self._forward.turns.run(turns, heads_in_turn=heads_in_turn)
+        def run(place: int, call: Callable[[], T], seed: int | None) -> T:
+            with self._forward.turns.turn(place, seed, with_gradients=False):
+                return call()
 
-    def run_batches(self, micro_batches: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> Tensor:
-        """Run a step of the model's own loss; see `Engine.forward_backward`."""
-        batches, counts = _read_micro_batches(micro_batches)
-        rows = self._rows
-        if rows is not None:
-            batches = [cut_rows(batch, rows) for batch in batches]
-            counts = [*map(count_targets, batches)]
-        ranks, sequence = self._arrangement.binding.ranks, self._arrangement.binding.sequence
-        total, number = own, _ = sum(counts), len(batches)
-        if ranks is not None:
-            total, number = torch.stack(ranks.gather(torch.tensor([own, number]))).sum(0).tolist()
-            number //= sequence
-        if total == 0:
-            raise DataError("the step has no token to train on: every label is -100; check the data's labels")
-        loss_of = partial(self._forward.loss_of, total=total, num_micro_batches=number)
-        with nullcontext() if rows is None else rows.active():
-            losses = self.run([*map(loss_of, batches, counts)], seeds, own)
-        if ranks is not None:  # those of all ranks, in the order of one
-            found = [list(each) for each in ranks.gather(torch.stack(losses))]
-            losses = in_order(self.parts(len(losses) * len(found) // sequence), found, sequence)
-        return reduce(torch.add, losses)
-
-    def parts(self, count: int) -> list[list[int]]:
-        """Return which of a step's `count` micro-batches each rank is given, by their numbers.
-
-        Raises:
-            ConfigError: They cannot be cut into the step's runs.
-        """
-        binding = self._arrangement.binding
-        size = 1 if binding.ranks is None else binding.ranks.size
-        runs = Runs.of(binding.runs.number * num_places(size, binding.sequence), count)
-        return runs.parts(self._arrangement.choice.lockstep, size, binding.sequence)
+        turns = [partial(run, place, *each) for place, each in enumerate(calls)]
+        return self._forward.turns.run(turns) if len(turns) > 1 else [turns[0]()]
 
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""
@@ -229,9 +214,8 @@ class Steps:
         self._meter.drop()
 
 
-def _checked(number: int, loss: Callable[[], Tensor]) -> Tensor:
-    """Return the loss of a micro-batch, if a backward can begin there."""
-    found: object = loss()
+def _check_loss(found: object, number: int) -> None:
+    """Refuse the loss of a micro-batch from which no backward can begin."""
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         what = type(found).__name__
         if isinstance(found, Tensor):
@@ -241,21 +225,3 @@ def _checked(number: int, loss: Callable[[], Tensor]) -> Tensor:
         raise ConfigError(
             f"loss {number} of the step has no gradient: it was computed without the model, or under no_grad"
         )
-    return found
-
-
-def _read_micro_batches(
-    micro_batches: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], list[int]]:
-    """Return a step's micro-batches as a list, and the tokens to train on in each.
-
-    Raises:
-        ConfigError: There is none, or one that is not in a list.
-        DataError: No labels.
-    """
-    if isinstance(micro_batches, Mapping):
-        raise ConfigError("forward_backward takes a list of micro-batches; put the one batch into a list")
-    batches = list(micro_batches)
-    if not batches:
-        raise ConfigError("forward_backward got no micro-batch; pass a list of at least one")
-    return batches, [count_targets(batch) for batch in batches]

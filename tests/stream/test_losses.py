@@ -185,7 +185,7 @@ def test_a_reference_pass_is_improvised_once() -> None:
 def test_a_head_runs_in_chunks_only_where_the_model_s_loss_is_all() -> None:
     model = make_model(FAMILIES["llama"]())
     engine = attach_plainly(model)
-    engine._model_forward._head.chunk_tokens = 8
+    engine._model_forward.head.chunk_tokens = 8
     batch = make_batches(1)[0]
     logits: list[bool] = []
 

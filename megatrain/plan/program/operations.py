@@ -91,15 +91,7 @@ class Parts(Protocol):
     """The state there; None: all is in RAM."""
     optimizer: Any
     """What a norm and updates run."""
-    host: Any
     counts: Any
-    wholeness: Any
-
-    def issue(self, operation: Operation) -> None:
-        """Enqueue another operation first."""
-
-    def wait(self, reads: tuple[Buffer, ...]) -> None:
-        """Let the launching thread wait until what was enqueued has written these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +134,8 @@ class Operation:
     """Of an outer block, it waits until the round's backward is over."""
     gathers: ClassVar[bool] = False
     """All ranks do it together, or none."""
+    changes: ClassVar[str] = ""
+    """The method of `Wholeness` that counts its work as a change of the state; none: it is no such change."""
 
     def __init_subclass__(cls) -> None:
         """Take note of a kind."""
@@ -180,9 +174,9 @@ class Operation:
         """Return the same with what it moves passing a host buffer; None: as many bytes as before."""
         raise AssertionError(f"{self} passes no host buffer")
 
-    def begin(self, parts: Parts) -> Operation | None:
-        """Return what to enqueue: itself, but for what is done already, or does not go by a lane (None)."""
-        return self
+    def begin(self, parts: Parts) -> tuple[Operation, ...]:
+        """Return what to enqueue: itself, with what comes first, or nothing where it is done already."""
+        return (self,)
 
     def work(self, parts: Parts) -> Work:
         """Return what it runs in its lane, made at the moment when it is enqueued."""

@@ -24,6 +24,19 @@ class HostBuffer:
     flat: Tensor
     """(nbytes,) uint8."""
 
+    @classmethod
+    def make(cls, lanes: Lanes, index: int, nbytes: int) -> HostBuffer:
+        """Allocate a buffer, ready for copies."""
+        arena = Arena(nbytes)
+        lanes.lock(arena)
+        return cls(index, arena, arena.view(torch.uint8, 0, nbytes))
+
+    def unmake(self, lanes: Lanes) -> None:
+        """Give the memory back, once the copies that use it are done."""
+        with lanes.using(Lane.CALLER, writes=[("offloaded", self.index)]):
+            lanes.unlock(self.arena)
+            self.arena.drop()
+
 
 class HostRing:
     """Host buffers of exact sizes that are used again and again.
@@ -78,20 +91,15 @@ class HostRing:
                 return None
             while self.nbytes + nbytes > self._limit:
                 self._unmake(min(self._free, key=lambda buffer: buffer.flat.numel()))
-        arena = Arena(nbytes)
-        self._lanes.lock(arena)
+        made = HostBuffer.make(self._lanes, self._num_made, nbytes)
         self.nbytes += nbytes
         self._num_made += 1
-        return HostBuffer(self._num_made - 1, arena, arena.view(torch.uint8, 0, nbytes))
+        return made
 
     def _unmake(self, buffer: HostBuffer) -> None:
         self._free.remove(buffer)
         self.nbytes -= buffer.flat.numel()
-        name = [("offloaded", buffer.index)]
-        self._lanes.begin(Lane.CALLER, writes=name)  # copies may still use its memory
-        self._lanes.unlock(buffer.arena)
-        buffer.arena.drop()
-        self._lanes.end(Lane.CALLER, writes=name)
+        buffer.unmake(self._lanes)
 
     def _make_do(self, sizes: Sequence[int]) -> HostBuffer | None:
         """Find the buffer that holds most of what does not fit as a whole: a free one, or all the room."""

@@ -369,6 +369,5 @@ class OffloadedActivations:
 
     def _mark_compute(self, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
         """Make compute wait for the buffers, and others for what compute has been given to do so far."""
-        reads, writes = tuple(reads), tuple(writes)
-        self._lanes.begin(Lane.COMPUTE, reads=reads, writes=writes)
-        self._lanes.end(Lane.COMPUTE, reads=reads, writes=writes)
+        with self._lanes.using(Lane.COMPUTE, reads=reads, writes=writes):
+            pass

@@ -13,15 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megatrain.errors import CapacityError
 from megatrain.hardware import GIB
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
 from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.kinds import Lane
-from megatrain.store.arena import Arena
 from megatrain.store.drives.scratch import Place, ScratchFiles
 from megatrain.stream.activations.host_ring import HostBuffer, offsets_of
 from megatrain.stream.lanes import Lanes
@@ -158,7 +155,7 @@ class Staging:
         """Give the host memory back, and the room on the drives; no visit has any of it."""
         assert not self._recalled
         while self._free:
-            self._unmake(self._free.popleft())
+            self._free.popleft().unmake(self._lanes)
         self._buffer_bytes = 0
         self._scratch.close()
 
@@ -167,8 +164,8 @@ class Staging:
             self.release(self._recalled[-1])
         buffer = self._free.popleft()
         if buffer.flat.numel() < self._buffer_bytes:  # it was in use when the others grew
-            self._unmake(buffer)
-            buffer = self._make(buffer.index)
+            buffer.unmake(self._lanes)
+            buffer = HostBuffer.make(self._lanes, buffer.index, self._buffer_bytes)
         return buffer
 
     def _grow(self, nbytes: int) -> None:
@@ -185,17 +182,5 @@ class Staging:
         is_first, self._buffer_bytes = not self._buffer_bytes, nbytes
         indices = range(NUM_ACTIVATION_STAGING) if is_first else [buffer.index for buffer in self._free]
         while self._free:
-            self._unmake(self._free.popleft())
-        self._free.extend(self._make(index) for index in indices)
-
-    def _make(self, index: int) -> HostBuffer:
-        arena = Arena(self._buffer_bytes)
-        self._lanes.lock(arena)
-        return HostBuffer(index, arena, arena.view(torch.uint8, 0, self._buffer_bytes))
-
-    def _unmake(self, buffer: HostBuffer) -> None:
-        name = [("offloaded", buffer.index)]
-        self._lanes.begin(Lane.CALLER, writes=name)  # copies may still use its memory
-        self._lanes.unlock(buffer.arena)
-        buffer.arena.drop()
-        self._lanes.end(Lane.CALLER, writes=name)
+            self._free.popleft().unmake(self._lanes)
+        self._free.extend(HostBuffer.make(self._lanes, index, nbytes) for index in indices)

@@ -11,8 +11,8 @@ Source: `torch.utils.checkpoint`, whose rules for saved tensors these are.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -52,34 +52,32 @@ class Recomputation:
 
         Args:
             name: The name of what is called, for messages.
-            run: Is called twice, and leaves its arguments as they are.
-            device: From whose generator it may draw, beside the CPU's.
+            run: The function that runs twice, and leaves its arguments as they are.
+            device: The device from whose generator it may draw, beside the CPU's.
             bring: Returns the arguments by position for the second run; None: those of the first are kept.
-            contexts: In which it runs, and in which it runs again.
+            contexts: The contexts in which it runs, and in which it runs again.
         """
         self._name = name
         self._run = run
         self._device = device
         self._bring = bring
-        self._contexts = contexts
+        self._contexts: Contexts = contexts or (nullcontext(), nullcontext())
         self._dropped: list[tuple[weakref.ref[_Dropped], torch.Size, torch.dtype]] = []
         self._num_made = 0
         self._is_first_run = False
         self._is_over = False
 
-    def run(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run for the first time."""
+    @contextmanager
+    def first_run(self, args: Arguments, kwargs: dict[str, Any]) -> Iterator[None]:
+        """Take note of the arguments of the first run, which the caller makes within this context."""
         self._random, self._autocast = RandomState(self._device), Autocast(self._device)
         self._args = args if self._bring is None else ()
         self._versions = _versions(self._args)
         self._kwargs = kwargs
         self._is_first_run = True
         try:
-            with saved_tensors_hooks(self._drop, self._find):
-                if self._contexts is None:
-                    return self._run(*args, **kwargs)
-                with self._contexts[0]:
-                    return self._run(*args, **kwargs)
+            with saved_tensors_hooks(self._drop, self._find), self._contexts[0]:
+                yield
         finally:
             self._is_first_run = False
 
@@ -119,7 +117,7 @@ class Recomputation:
         try:
             with (
                 self._autocast.again(),
-                nullcontext() if self._contexts is None else self._contexts[1],
+                self._contexts[1],
                 saved_tensors_hooks(self._make, _as_it_is),
                 torch.enable_grad(),
             ):

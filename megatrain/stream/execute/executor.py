@@ -8,17 +8,18 @@ visit gets a program of its own, and the order seen in one round is what is fore
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from megatrain.errors import ModelError
-from megatrain.plan.program.buffers import weights_buffer
+from megatrain.plan.program.buffers import Buffer, weights_buffer
 from megatrain.plan.program.features.drives import commit_program
 from megatrain.plan.program.features.roles import BlockPass
 from megatrain.plan.program.features.weights import fetch_residents
 from megatrain.plan.program.kinds import Lane
+from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import (
     around_drives,
@@ -33,9 +34,7 @@ from megatrain.stream.execute.block_visit import BETWEEN, BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.foresight import Foresight
 from megatrain.stream.execute.gradient_buffers import Home
-from megatrain.stream.execute.intake import GradientIntake
-from megatrain.stream.execute.issuer import Issuer, OptimizerWork
-from megatrain.stream.execute.slots import Slots
+from megatrain.stream.execute.parts import EngineParts, OptimizerWork
 
 _log = logging.getLogger(__name__)
 
@@ -43,22 +42,13 @@ _log = logging.getLogger(__name__)
 class Executor:
     """Runs operations in program order as the model goes along; one block is open at a time."""
 
-    def __init__(self, issuer: Issuer, spec: StepSpec, slots: Slots) -> None:
-        """Start with outer blocks out of date.
-
-        Args:
-            issuer: Enqueues operations; it has the parts of the engine.
-            spec: What decides the programs.
-            slots: The places of blocks on the device.
-        """
-        self.issuer = issuer
-        self.lanes, self.host = issuer.lanes, issuer.host
-        self.gradients, self.states, self.drives = issuer.gradients, issuer.states, issuer.drives
-        self.counts, self.wholeness = issuer.counts, issuer.wholeness
-        self.intake = GradientIntake(issuer)
-        """Takes the gradients of visits."""
-        self._weights, self._activations = issuer.weights, issuer.activations
-        self._slots = slots
+    def __init__(self, parts: EngineParts, spec: StepSpec) -> None:
+        """Start with outer blocks out of date; `spec` decides the programs."""
+        self.parts = parts
+        self.lanes, self.host, self.slots = parts.lanes, parts.host, parts.slots
+        self.gradients, self.states, self.drives = parts.gradients, parts.states, parts.drives
+        self.counts, self.wholeness = parts.counts, parts.wholeness
+        self._weights, self._activations = parts.weights, parts.activations
         self.spec = spec
         self._outer = [weights_buffer(block, -1) for block in spec.outer]
         self._ends = {*spec.ends.embeddings, *spec.ends.heads}
@@ -85,18 +75,18 @@ class Executor:
     @property
     def is_immediate(self) -> bool:
         """Whether a block is updated as soon as its gradient is complete."""
-        return self.issuer.optimizer is not None
+        return self.parts.optimizer is not None
 
     # -- a pass of the model --------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Make compute wait for the weights that are in use during a whole pass."""
         self.wholeness.check()
-        self.issuer.run(self.states.pulls())
+        self.run(self.states.pulls())
         self._advance()
         if stale := self._weights.stale:  # no program has foreseen this pass
             fetches = fetch_residents(self.spec.sizes, sorted(stale))
-            self.issuer.run(around_drives(self.spec, fetches))
+            self.run(around_drives(self.spec, fetches))
         self._outer_work()  # of a backward that failed before it reached a block
         self._end_between()
         self.lanes.begin(Lane.COMPUTE, reads=self._outer, label=BETWEEN)
@@ -180,14 +170,10 @@ class Executor:
         if visit in self._pinned:
             self._pinned.remove(visit)
             assert visit.operation.slot == operation.slot, "a pinned fragment has moved"
-        visit.operation, visit.place = operation, self._slots.place(operation.block, operation.slot)
+        visit.operation, visit.place = operation, self.slots.place(operation.block, operation.slot)
         visit.is_again = is_again
         self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=operation)
         self.open_visit = visit
-
-    def pin(self, visit: BlockVisit) -> None:
-        """Let a recomputed fragment keep its slot until its backward: saved tensors point into it."""
-        self._pinned.append(visit)
 
     def _pass_untrained(self, call: object | None) -> None:
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
@@ -197,8 +183,14 @@ class Executor:
             self._open(visit, is_backward=True)
             self.close()
 
-    def close(self, grads: Sequence[Tensor | None] | None = None) -> None:
-        """Close the open visit, with the gradients of a backward; issue the copies that this allows."""
+    def close(self, grads: Sequence[Tensor | None] | None = None, *, pins: bool = False) -> None:
+        """Close the open visit; issue the copies that this allows.
+
+        Args:
+            grads: The gradients of a backward; None: autograd reached the block but none of its parameters.
+            pins: Whether the block, a recomputed fragment, keeps its slot until its backward: saved tensors
+                point into it.
+        """
         visit = self.open_visit
         assert visit is not None
         operation = visit.operation
@@ -208,6 +200,8 @@ class Executor:
         self.open_visit = visit.place = None
         self._advance()
         self.begin_between()
+        if pins:
+            self._pinned.append(visit)
 
     def _work_of_visit(self, visit: BlockVisit) -> float:
         if self.work is None or visit.block in self._ends:
@@ -220,7 +214,7 @@ class Executor:
         if self.open_visit is not None:
             self.close()
         self._pinned.clear()
-        self.intake.leave_residents()
+        self.gradients.leave_residents()
         self._advance(ends_round=True)
         self._activations.sweep()
         self.end_pass()
@@ -239,7 +233,7 @@ class Executor:
             leave: Resident blocks whose gradients are wanted on the device.
         """
         self._flush_ring()
-        self.issuer.run(
+        self.run(
             complete_program(
                 self.spec,
                 [block for block in self.gradients.still_at(Home.DEVICE) if block not in leave],
@@ -261,16 +255,16 @@ class Executor:
             held=self.gradients.held(blocks, leave=self.states.blocks),
             on_drives=self.gradients.parked,
         )
-        at_once, self.issuer.optimizer = self.issuer.optimizer, work
+        at_once, self.parts.optimizer = self.parts.optimizer, work
         try:
             with self.wholeness.step():
-                self.issuer.run(program)
+                self.run(program)
         finally:
-            self.issuer.optimizer = at_once
+            self.parts.optimizer = at_once
 
     def sync(self) -> None:
         """Wait for every update, and bring home what is newer on the device: the host state is whole."""
-        self.issuer.run(sync_program(self.spec, self.states.take_newer()))
+        self.run(sync_program(self.spec, self.states.take_newer()))
 
     def commit(
         self, step: int, meta: Mapping[str, Any], finish: Callable[[], Mapping[str, Any]] | None
@@ -278,7 +272,7 @@ class Executor:
         """Enqueue a commit of the state after all updates that were enqueued before; see `Engine.commit`."""
         self.wholeness.check()
         assert self.drives is not None
-        self.issuer.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
+        self.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
 
     def wait_for_gradients(self) -> None:
         """Let the caller read the gradients, at home or where they wait; what adds up may go on adding up."""
@@ -288,11 +282,11 @@ class Executor:
             kinds += ["waiting", "resident_gradient", "parked"]
         else:
             self.complete_gradients()
-        self.issuer.wait([(kind, block) for kind in kinds for block in self.gradients.blocks])
+        self.wait([(kind, block) for kind in kinds for block in self.gradients.blocks])
 
     def wait_for_norm(self) -> None:
         """Block until the last step's norm is known; raises what kept it from that."""
-        self.issuer.wait([("norm", 0)])
+        self.wait([("norm", 0)])
 
     def invalidate(self) -> None:
         """Forget what the device holds: the host has, or will have, new weights."""
@@ -321,22 +315,56 @@ class Executor:
         self._weights.empty()  # a copy may be what failed
         self._forget_weights()
 
-    # -- one operation --------------------------------------------------------------------------------------
+    # -- operations -----------------------------------------------------------------------------------------
+
+    def run(self, operations: Iterable[Operation]) -> None:
+        """Issue operations in order, no visits among them."""
+        for operation in operations:
+            self.issue(operation)
+
+    def issue(self, operation: Operation) -> None:
+        """Enqueue one operation in its lane, and note what it leaves; one of the caller's lane is waited for.
+
+        Raises:
+            TornStateError: An update has failed before.
+        """
+        self.wholeness.check()
+        parts = self.parts
+        for found in operation.begin(parts):
+            reads, writes = found.touches()
+            if found.lane is Lane.CALLER:
+                self.wait(reads)
+                continue
+            work = found.work(parts)
+            if found.changes:
+                work = getattr(self.wholeness, found.changes)(work)
+            self.lanes.enqueue(found.lane, work, reads=reads, writes=writes, work=found.nbytes, label=found)
+            found.settle(parts)
+            if found.moves:
+                parts.counts.add(found.moves, found.nbytes)
+
+    def wait(self, reads: Sequence[Buffer]) -> None:
+        """Block until what was enqueued has written these buffers; raises what kept it from that."""
+        self.wholeness.check()
+        with self.lanes.using(Lane.CALLER, reads=reads):
+            pass
+
+    # -- visits ---------------------------------------------------------------------------------------------
 
     def _take(self, operation: BlockPass, grads: Sequence[Tensor | None] | None) -> None:
-        """Add a backward's gradients up; None: autograd reached the block but none of its parameters."""
+        """Add a backward's gradients up, if there are any."""
         block, is_last, gradients = operation.block, operation.visit.is_last, self.gradients
         ring = operation.gradient_buffer
         if ring < 0:
             if grads is not None and any(grad is not None for grad in grads):
-                self.intake.collect_resident(block, operation.micro_batch, grads)
+                self.gradients.collect_resident(block, operation.micro_batch, grads)
             if is_last and operation.visit.sums.exchanges:
-                self.intake.leave_round(block)
+                self.gradients.leave_round(block)
             return
         if grads is not None:
-            self.intake.collect_part(operation, grads)
+            self.gradients.collect(operation, grads)
         if is_last and gradients.has_runs:
-            self.intake.leave_round(block, ring)
+            self.gradients.leave_round(block, ring)
         if is_last:
             self._ring = (ring + 1) % gradients.buffers.num_buffers
             if not gradients.is_filled(ring):
@@ -374,7 +402,7 @@ class Executor:
                 )
             self.gradients.buffers.num_staging = 0
         if loads or wide or (is_backward and self.is_immediate):
-            self.intake.prepare(adds_up=loads or wide, num_rounds=2)
+            self.gradients.prepare(adds_up=loads or wide, num_rounds=2)
         unforeseen = Visit(
             block, is_backward, visit.micro_batch, loads=loads, completes=not wide, is_head=block in heads
         )
@@ -389,12 +417,12 @@ class Executor:
         """Send home sums whose round did not end as foreseen; later visits load them. Drops the program."""
         unfinished = self._foresight.drop_copies(self.gradients.is_filled)
         if unfinished:
-            self.intake.prepare(adds_up=True, num_rounds=2)
+            self.gradients.prepare(adds_up=True, num_rounds=2)
         for operation in unfinished:
             if self.gradients.is_filled(operation.gradient_buffer):
-                self.issuer.run(offload_of_sum(self.spec, operation))
+                self.run(offload_of_sum(self.spec, operation))
 
     def _advance(self, *, ends_round: bool = False) -> None:
         """Issue the copies before the next visit of a layer; work on outer blocks needs none of its own."""
         for operation in self._foresight.before_visit(self.spec.outer, ends_round=ends_round):
-            self.issuer.issue(operation)
+            self.issue(operation)

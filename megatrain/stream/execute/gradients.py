@@ -7,21 +7,25 @@ parameter for which autograd gave None in every round has no gradient and gets n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
 from megatrain.layout.blocks import Entry
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import add, add_last, sum_of_squares
 from megatrain.plan.program.block_size import BlockSize
+from megatrain.plan.program.buffers import gradients_buffer
 from megatrain.plan.program.features.gradients import Load, Offload
+from megatrain.plan.program.features.ranks import ExchangeSums
 from megatrain.plan.program.features.roles import BlockPass
 from megatrain.plan.program.features.waiting import unparked
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.nodes import part_of_plane
 from megatrain.store.state import HostState, Precision, split_gradient
@@ -82,65 +86,91 @@ class Gradients:
         """List the blocks whose sum is at `home` and has not been rounded into the gradient plane."""
         return [block for block, at in enumerate(self.homes) if at is home and not self._is_home[block]]
 
+    # -- in the backward's visits ---------------------------------------------------------------------------
+
     def collect(self, operation: BlockPass, grads: Sequence[Tensor | None]) -> None:
-        """Put one backward's gradients of a streamed block into its gradient buffer (compute lane)."""
+        """Put one backward's gradients of a streamed block, or a part of them, into its gradient buffer."""
         block, buffer = operation.block, operation.gradient_buffer
-        adds, height = self._is_filled[buffer], 0
-        if self.has_runs:
-            adds = self.run_sums.enter(block, operation.micro_batch, self._partial_sums(block, buffer))
-            height = self.run_sums.top(block)
-        self._is_filled[buffer] = True
-        views = self.buffers.views(block, buffer, is_sum=not operation.is_single, height=height)
-        # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
-        missing = -0.0 if operation.visit.sums_on_host else 0.0
-        self._put(block, views, grads, adds=adds, missing=missing)
+        with self._lanes.using(Lane.COMPUTE, writes=operation.writes):
+            adds, height = self._sum_of(block, buffer, operation.micro_batch, self._is_filled[buffer])
+            self._is_filled[buffer] = True
+            views = self.buffers.views(block, buffer, is_sum=not operation.is_single, height=height)
+            # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
+            missing = -0.0 if operation.visit.sums_on_host else 0.0
+            self._put(block, views, grads, adds=adds, missing=missing)
 
     def collect_resident(self, block: int, micro_batch: int, grads: Sequence[Tensor | None]) -> None:
-        """Put one backward's gradients of a resident block into its own fp32 buffer (compute lane)."""
-        adds, height = self.has(block), 0
-        if self.has_runs:
-            adds = self.run_sums.enter(block, micro_batch, self._partial_sums(block, -1))
-            height = self.run_sums.top(block)
-        self._put(block, self.buffers.views(block, -1, is_sum=True, height=height), grads, adds=adds)
+        """Put one backward's gradients of a resident block into its own fp32 buffer."""
+        with self._lanes.using(Lane.COMPUTE, writes=[("resident_gradient", block)]):
+            adds, height = self._sum_of(block, -1, micro_batch, self.has(block))
+            self._put(block, self.buffers.views(block, -1, is_sum=True, height=height), grads, adds=adds)
         self.homes[block] = Home.DEVICE
         self._is_home[block] = False
+
+    def _sum_of(self, block: int, buffer: int, micro_batch: int, adds: bool) -> tuple[bool, int]:
+        """Return whether a gradient adds to what is there, and the height of its sum in the stack."""
+        if not self.has_runs:
+            return adds, 0
+        adds = self.run_sums.enter(block, micro_batch, partial(self.buffers.sums, block, buffer))
+        return adds, self.run_sums.top(block)
+
+    def leave_round(self, block: int, gradient_buffer: int = -1) -> None:
+        """Join the partial sums of a block that no later backward of the round passes."""
+        with self._lanes.using(Lane.COMPUTE, writes=[gradients_buffer(block, gradient_buffer)]):
+            self.run_sums.leave(block, partial(self.buffers.sums, block, gradient_buffer))
+        if gradient_buffer >= 0:
+            self._is_filled[gradient_buffer] = True
+        else:
+            self.homes[block] = Home.DEVICE
+
+    def leave_residents(self) -> None:
+        """Join the partial sums of blocks on the device: of all, where other ranks may have gradients."""
+        if not self.has_runs:
+            return
+        blocks = self.still_at(Home.DEVICE) if self.shared is None else range(len(self.homes))
+        for block in blocks:
+            if self.buffers.is_resident(block) and block not in self.run_sums.summed:
+                self.leave_round(block)
+
+    def round_residents(self) -> None:
+        """Round the sums of blocks on the device to the working dtype, as those of others are at home."""
+        for block in self.still_at(Home.DEVICE):
+            with self._lanes.using(Lane.COMPUTE, writes=[gradients_buffer(block, -1)]):
+                self.round_in_place(block)
+
+    def prepare(self, *, adds_up: bool, num_rounds: int, kept: SumRoom | None = None) -> None:
+        """Make room for a step's gradients; waits for whoever uses the ring only if it has to grow.
+
+        Args:
+            adds_up: Gradients of several micro-batches add up, in a round or over rounds.
+            num_rounds: The number of rounds of the step.
+            kept: Room for partial sums that are kept between rounds; None: these are not foreseen together.
+        """
+        buffers = self.buffers
+        if kept is None:
+            sums = StepSums(Runs(), (1,) * num_rounds, on_drives=buffers.sums_on_drives)
+            kept = sums.between(is_wide=self.splits)
+        if buffers.needs_room(adds_up=adds_up, num_rounds=num_rounds, kept=kept):
+            ring = [("gradient_buffer", index) for index in range(buffers.num_buffers)]
+            with self._lanes.using(Lane.CALLER, writes=ring):
+                buffers.prepare(adds_up=adds_up, num_rounds=num_rounds, kept=kept)
+
+    # -- operations -----------------------------------------------------------------------------------------
 
     @property
     def has_runs(self) -> bool:
         """Whether the gradients of a step add up in more than one run, of this rank or of others."""
         return self.run_sums.runs.number > 1 or self.shared is not None
 
-    def exchange(self, block: int, gradient_buffer: int, *, sums: range, completes: bool) -> Work:
-        """Return what makes a sum that of all ranks, in this rank's share of the block (exchange lane).
-
-        Args:
-            block: The block's number.
-            gradient_buffer: The buffer with this rank's sum; -1: the block's own.
-            sums: The places in the stack of partial sums that join it.
-            completes: The gradient is complete then.
-        """
+    def exchange(self, operation: ExchangeSums) -> Work:
+        """Return what makes a sum that of all ranks, in this rank's share of the block (exchange lane)."""
         assert self.shared is not None
-        place = block, gradient_buffer
+        place = block, _ = operation.block, operation.gradient_buffer
+        sums = self.buffers.sums(*place), self.buffers.shared_sums(*place)
+        present, completes = self.present[block], operation.completes
         return partial(
-            self.shared.exchange,
-            block,
-            self.buffers.sums(*place),
-            self.buffers.shared_sums(*place),
-            self.present[block],
-            joined=sums,
-            completes=completes,
+            self.shared.exchange, block, *sums, present, joined=operation.sums, completes=completes
         )
-
-    def leave_round(self, block: int, gradient_buffer: int) -> None:
-        """Join the partial sums of a block whose last backward of a round is over (compute lane)."""
-        self.run_sums.leave(block, self._partial_sums(block, gradient_buffer))
-        if gradient_buffer >= 0:
-            self._is_filled[gradient_buffer] = True
-        else:
-            self.homes[block] = Home.DEVICE
-
-    def _partial_sums(self, block: int, gradient_buffer: int) -> Callable[[int], Tensor]:
-        return partial(self.buffers.sums, block, gradient_buffer)
 
     def is_filled(self, gradient_buffer: int) -> bool:
         """Whether a buffer of the ring holds a part of its block's gradient."""
@@ -292,6 +322,10 @@ class Gradients:
         rounded = flat[:edge].to(torch.bfloat16)
         flat[:edge].copy_(rounded)
         return rounded, flat[edge:]
+
+    def release_plane(self) -> None:
+        """Give the memory of the gradient plane back until it is written again (host lane)."""
+        self._host.drop_gradients()
 
     def empty(self, gradient_buffer: int) -> None:
         """Note that a buffer of the ring, if it is one, holds nothing from now on."""

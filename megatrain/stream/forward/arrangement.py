@@ -31,7 +31,7 @@ from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home
 from megatrain.stream.execute.gradients import Gradients
-from megatrain.stream.execute.issuer import Counts, Issuer
+from megatrain.stream.execute.parts import Counts, EngineParts
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
@@ -232,9 +232,10 @@ class Arrangement:
             num_ranks=self.num_ranks,
         )
         self.gradients = Gradients(lanes, host, buffers, self.shared)
-        issuer = Issuer(
+        parts = EngineParts(
             lanes,
             host,
+            self.slots,
             Weights(lanes, host, self.slots, shared=self.shared, drives=self._drives),
             self.gradients,
             DeviceStates(lanes, host, self.slots, residents, shares, self.num_ranks),
@@ -257,9 +258,9 @@ class Arrangement:
             num_ranks=self.num_ranks,
             gathers=self.shared is not None and self.shared.ranks.gathers,
         )
-        self.executor = Executor(issuer, spec, self.slots)
+        self.executor = Executor(parts, spec)
         for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):
-            layer.arrange(self.executor, self.slots, self.offloaded, policy, boundaries)
+            layer.arrange(self.executor, self.offloaded, policy, boundaries)
         self.rounds = Rounds(self.executor, choice, self.binding.runs.number)
 
     def _boundaries(self) -> list[Boundaries]:

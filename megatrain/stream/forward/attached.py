@@ -24,7 +24,6 @@ from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.gradient_hooks import Backward, GradientHooks, refuse_hooks
 from megatrain.stream.forward.stream_weights import Place
 from megatrain.stream.ranks.shared_gradients import Ranks
@@ -191,7 +190,6 @@ class AttachedLayer:
     """A decoder layer: its fragments (one, if it streams as a whole), its own forward, and its policy."""
 
     executor: Executor
-    slots: Slots
     offloaded: OffloadedActivations
     policy: Policy
     boundaries: Boundaries
@@ -208,19 +206,11 @@ class AttachedLayer:
         """What takes note of the fragment whose module is called; None: the layer is not running."""
 
     def arrange(
-        self,
-        executor: Executor,
-        slots: Slots,
-        offloaded: OffloadedActivations,
-        policy: Policy,
-        boundaries: Boundaries,
+        self, executor: Executor, offloaded: OffloadedActivations, policy: Policy, boundaries: Boundaries
     ) -> None:
-        """Let the layer run through `executor` and `slots`, under `policy`."""
-        self.executor = executor
-        self.slots = slots
-        self.offloaded = offloaded
-        self.policy = policy
-        self.boundaries = boundaries
+        """Let the layer run through `executor`, under `policy`."""
+        self.executor, self.offloaded = executor, offloaded
+        self.policy, self.boundaries = policy, boundaries
 
     @property
     def is_trained(self) -> bool:

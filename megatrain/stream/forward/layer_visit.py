@@ -12,6 +12,7 @@ touches the one before: its weights' node is older than its own operations and y
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,7 @@ class LayerVisit:
         """Run the layer under its policy."""
         if not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        layer, current = self.layer, self.current
+        layer, current, policy = self.layer, self.current, self.layer.policy
         current.note(layer)
         self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
@@ -90,15 +91,17 @@ class LayerVisit:
             args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
         )
         call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
-        if layer.policy.reruns:
+        kept: AbstractContextManager[object]
+        if policy.reruns:
             bring = None if packed is None else partial(boundaries.bring, packed)
-            contexts = keeping(layer.policy)() if layer.policy.keeps_results else None
+            contexts = keeping(policy)() if policy.keeps_results else None
             again = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
-            result = again.run(args, kwargs)
+            kept = again.first_run(args, kwargs)
         else:
-            _refuse_autocast(layer.name, layer.policy, device)
-            with saved_tensors_hooks(self._pack, self._unpack):
-                result = self._run(*args, **kwargs)
+            _refuse_autocast(layer.name, policy, device)
+            kept = saved_tensors_hooks(self._pack, self._unpack)
+        with kept:
+            result = self._run(*args, **kwargs)
         current.last_call.note(call, result)
         return result
 
@@ -127,7 +130,8 @@ class LayerVisit:
                 args, kwargs = with_own_caches(args, kwargs)
             return layer.inner(*args, **kwargs)
         finally:
-            run.leave()
+            if run.restore():
+                layer.executor.close(pins=run.is_recomputation)
             layer.entering = held
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedWeight | Held:
@@ -155,10 +159,9 @@ class _Run:
 
     def __init__(self, visit: LayerVisit, *, is_recomputation: bool) -> None:
         self._visit = visit
-        self._is_recomputation = is_recomputation
+        self.is_recomputation = is_recomputation
         self._entry: _Entry | None = None
         self._count = 0
-        self._stays_open = False
         self._places: Sequence[Place] = ()
         self._own: Sequence[Any] = ()
         """The modules' own parameters, while they find others."""
@@ -167,9 +170,10 @@ class _Run:
         """Let the modules of `block` find its weights; leaves the fragment that was entered before."""
         if self._entry is not None and self._entry.attached is block:
             return
-        self.leave()
-        visit, layer = self._visit, self._visit.layer
-        if self._is_recomputation:
+        visit, executor = self._visit, self._visit.layer.executor
+        if self.restore():
+            executor.close(pins=self.is_recomputation)
+        if self.is_recomputation:
             entry = visit.entries[self._count]
             assert entry.attached is block, "the recomputation took another way than the forward"
             visit.recomputed.append(entry)
@@ -177,30 +181,32 @@ class _Run:
             entry = _Entry(visit, block)
             visit.entries.append(entry)
         self._count += 1
-        self._stays_open = self._is_recomputation and self._count == len(visit.entries)
         if self._stays_open:
             entry.open_backward(is_again=True)
         else:
-            layer.executor.open(entry, is_backward=False, is_again=self._is_recomputation)
+            executor.open(entry, is_backward=False, is_again=self.is_recomputation)
         self._entry = entry
-        aliases = layer.slots.aliases(block.index, entry.operation.slot)
+        aliases = executor.slots.aliases(block.index, entry.operation.slot)
         weights = stream_weights(aliases, entry.trained, entry.close_backward)
         self._places, found = block.fill(weights, visit.current.tensors)
         self._own = exchange(self._places, found)
 
-    def leave(self) -> None:
-        """Give the modules their parameters back; a recomputed fragment stays in its slot.
+    @property
+    def _stays_open(self) -> bool:
+        """Whether the fragment that was entered last is recomputed in its backward's own visit."""
+        return self.is_recomputation and self._count == len(self._visit.entries)
 
-        A recomputation is always left through an exception: it ends with the last saved tensor.
+    def restore(self) -> bool:
+        """Give the modules their parameters back, and return whether the visit of a fragment is over.
+
+        A recomputed fragment stays in its slot. A recomputation is always left through an exception: it ends
+        with the last saved tensor.
         """
-        entry, self._entry = self._entry, None
-        if entry is None:
-            return
+        if self._entry is None:
+            return False
         exchange(self._places, self._own)
-        if not self._stays_open:
-            self._visit.layer.executor.close()
-            if self._is_recomputation:
-                self._visit.layer.executor.pin(entry)
+        self._entry = None
+        return not self._stays_open
 
 
 def _refuse_autocast(name: str, policy: Policy, device: torch.device) -> None:

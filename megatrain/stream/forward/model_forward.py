@@ -87,7 +87,7 @@ class ModelForward:
         """Whose head runs a chunk."""
         self._is_removed = False
         self._shared_state = SharedState(model)
-        self._head = Head(model, head_chunk_tokens, self._stream_again)
+        self.head = Head(model, head_chunk_tokens, self._stream_again)
         self.turns = Turns(self, arrangement, model)
         self._overrides = Overrides(model)
 
@@ -173,7 +173,7 @@ class ModelForward:
         self._overrides.remove()
         self.turns.frequencies.remove()
         move_buffers(self._model, torch.device("cpu"))
-        self._head.remove()
+        self.head.remove()
 
     def _override_layer(self, layer: AttachedLayer, number: int, compiler: Compiler | None) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -206,54 +206,21 @@ class ModelForward:
 
         self._overrides.replace(module, forward)
 
-    # -- a step ---------------------------------------------------------------------------------------------
-
-    def loss_of(
-        self, batch: Mapping[str, Any], count: int, *, total: int, num_micro_batches: int
-    ) -> Callable[[], Tensor]:
-        """Return what runs one micro-batch, and returns its part of the step's loss.
-
-        Args:
-            batch: Keyword arguments of the model's forward.
-            count: The number of this micro-batch's tokens over which the step's loss is averaged.
-            total: All of these tokens.
-            num_micro_batches: The number of micro-batches of the step, of all ranks.
-        """
-        share = self._head.share_of(batch, count, total=total, num_micro_batches=num_micro_batches)
-
-        def loss() -> Tensor:
-            with self._head.over(share):
-                part: Tensor = share.scaled(self._model(**{**batch, "return_dict": True}).loss)
-            return part
-
-        return loss
-
-    @contextmanager
-    def only_loss(self, value: bool) -> Iterator[None]:
-        """Say whether calls use nothing but the loss that the model returns: its head may be in chunks."""
-        self._head.only_loss = value
-        try:
-            yield
-        finally:
-            self._head.only_loss = False
-
-    def over(self, share: Share | RowSums) -> AbstractContextManager[object]:
-        """Take the loss of the coming pass as `share` says: its head is in chunks."""
-        return self._head.over(share)
+    # -- turns ----------------------------------------------------------------------------------------------
 
     def put_away(self) -> tuple[Pass | None, Share | RowSums | None, Turn | None, object]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
-        kept = self._pass, self._head.share, self.turns.current, self._shared_state.now()
+        kept = self._pass, self.head.share, self.turns.current, self._shared_state.now()
         if self._pass is not None:
             self._pass.restore()
-        self._pass = self._head.share = self.turns.current = None
+        self._pass = self.head.share = self.turns.current = None
         return kept
 
     def put_back(self, kept: object) -> None:
         """Put in place what `put_away` returned; raises SharedStateError as `SharedState.require`."""
         assert isinstance(kept, tuple)
         self._shared_state.require(kept[-1])
-        self._pass, self._head.share, self.turns.current, _ = kept
+        self._pass, self.head.share, self.turns.current, _ = kept
         if self._pass is not None:
             self._pass.put()
 
@@ -275,60 +242,65 @@ class ModelForward:
         is_causal_lm = module is self._model
         if self._pass is not None:
             if is_causal_lm:  # of a forward that has taken its place, and in which the pass has begun
-                return self._compute(inner, args, kwargs)
+                return self._call(inner, args, kwargs)()
             output = inner(*args, **kwargs)
             if module is self._decoder and not self._pass.is_in_head:  # its last layer was skipped
                 self.turns.give_way_to_head()
             return output
-        rounds, executor = self._arrangement.rounds, self._arrangement.executor
+        arrangement, rounds = self._arrangement, self._arrangement.rounds
         self.turns.give_way_to_pass()
         refuse_given_masks(self._model, (args, kwargs))
         rounds.recover()
-        rows, is_whole = self._micro_batch_size, torch.is_grad_enabled() and self._is_whole
-        if is_whole:
-            self._arrangement.binding.check()
-        if rows is not None and is_causal_lm and is_whole:
-            pieces = split_batch(self._head.named(args, kwargs), rows)
+        if torch.is_grad_enabled() and self._is_whole:
+            arrangement.binding.check()
+            rows = self._micro_batch_size if is_causal_lm else None
+            pieces = None if rows is None else split_batch(self.head.named(args, kwargs), rows)
             if pieces is not None:
                 return self._enter_pieces(inner, pieces)
         part = self._rows.index if self._rows is not None and self._rows.is_active else None
         packed, told = read_documents(self._model.config, args, kwargs, part)
         args, kwargs = to_device(args, self._device), to_device({**told, **kwargs}, self._device)
-        named = {"input_ids": args[0], **kwargs} if args else kwargs
-        batch = MicroBatchSize.of(named, 1 if self._rows is None else self._rows.parts)
-        if torch.is_grad_enabled():
-            if self.turns.current is not None:
-                self.turns.current.require_gradients()
-            if not is_causal_lm:
-                self._overrides.require_own_forward()
-            self._watcher.forward(named, batch)
-            rounds.begin_pass()
-        elif self.turns.current is None:
-            self._watcher.pause()
-            rounds.foresee_evaluation()
-        if self.turns.current is not None:
-            rounds.micro_batch = self.turns.current.number(rounds.num_together)
-        work, place = self._arrangement.work, rounds.micro_batch
-        if batch is not None:
-            work.begin_pass(place, batch.row_tokens, batch.positions)
-        executor.begin_pass()
-        self._pass = current = Pass(self._arrangement)
+        self._announce({"input_ids": args[0], **kwargs} if args else kwargs, is_causal_lm=is_causal_lm)
+        work, place = arrangement.work, rounds.micro_batch
+        arrangement.executor.begin_pass()
+        self._pass = current = Pass(arrangement)
         try:
             with documents(packed), current:
-                output = self._compute(inner, args, kwargs) if is_causal_lm else inner(*args, **kwargs)
+                output = self._call(inner, args, kwargs)() if is_causal_lm else inner(*args, **kwargs)
             if is_causal_lm:
-                self._arrangement.counts.chunked_tokens = self._head.chunked_tokens
-                work.head_forward(place, self._head.chunked_tokens)
+                arrangement.counts.chunked_tokens = self.head.chunked_tokens
+                work.head_forward(place, self.head.chunked_tokens)
             self._watch_backward(output, partial(work.head_backward, place))
             return output
         finally:
             self._pass = None
-            executor.end_pass()
+            arrangement.executor.end_pass()
 
-    def _compute(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a CausalLM's forward, its head in chunks if it is the model's own and they are wanted."""
-        chunked = self._head.in_chunks(args, kwargs) if self._head.is_own(inner) else None
-        return inner(*args, **kwargs) if chunked is None else self._head.call(inner, chunked)
+    def _announce(self, named: Mapping[str, Any], *, is_causal_lm: bool) -> None:
+        """Tell everybody of the pass that begins, with these arguments."""
+        arrangement, rounds, turn = self._arrangement, self._arrangement.rounds, self.turns.current
+        batch = MicroBatchSize.of(named, 1 if self._rows is None else self._rows.parts)
+        if torch.is_grad_enabled():
+            if turn is not None:
+                turn.require_gradients()
+            if not is_causal_lm:
+                self._overrides.require_own_forward()
+            self._watcher.forward(named, batch)
+            rounds.begin_pass()
+        elif turn is None:
+            self._watcher.pause()
+            rounds.foresee_evaluation()
+        if turn is not None:
+            rounds.micro_batch = turn.number(rounds.num_together)
+        if batch is not None:
+            arrangement.work.begin_pass(rounds.micro_batch, batch.row_tokens, batch.positions)
+
+    def _call(
+        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
+        """Return the call of a CausalLM's forward, with its head in chunks if that is wanted, and its own."""
+        chunked = self.head.in_chunks(args, kwargs) if self.head.is_own(inner) else None
+        return partial(inner, *args, **kwargs) if chunked is None else partial(self.head.call, inner, chunked)
 
     @property
     def _is_whole(self) -> bool:
@@ -358,10 +330,8 @@ class ModelForward:
             torch.manual_seed(seeds[place])
             self._arrangement.rounds.micro_batch = place
             named = {**pieces[place], "return_dict": True}
-            share = self._head.share_of(
-                named, counts[place], total=sum(counts), num_micro_batches=len(pieces)
-            )
-            with self._head.over(share):
+            share = self.head.share_of(named, counts[place], total=sum(counts), num_micro_batches=len(pieces))
+            with self.head.over(share):
                 output = self._enter(inner, self._model, **named)
             output["loss"] = share.scaled(output["loss"])
             return output

@@ -14,7 +14,6 @@ from megatrain.store.state import HostState
 from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.slots import Slots
 from megatrain.stream.forward.attached import AttachedBlock
 from megatrain.stream.forward.gradient_hooks import Backward
 from megatrain.stream.forward.overrides import Overrides
@@ -40,7 +39,6 @@ class OuterVisit(BlockVisit):
         self,
         block: AttachedBlock,
         executor: Executor,
-        slots: Slots,
         micro_batch: int,
         begin_backward: Callable[[], None],
         until_end: ExitStack,
@@ -51,7 +49,6 @@ class OuterVisit(BlockVisit):
         Args:
             block: The embedding, or the head.
             executor: Opens and closes visits.
-            slots: The slots in which the block's weights are during the visit.
             micro_batch: Number within the round.
             begin_backward: Called when autograd reaches the block.
             until_end: Is closed when the pass's forward has ended.
@@ -60,7 +57,6 @@ class OuterVisit(BlockVisit):
         super().__init__(block.index, micro_batch, self)
         self._attached = block
         self._executor = executor
-        self._slots = slots
         self._begin_backward = begin_backward
         self._trained = block.trained_now()
         self._is_head = block.block.is_head
@@ -84,9 +80,7 @@ class OuterVisit(BlockVisit):
             kwargs: The keyword arguments of the call.
             in_chunk: It runs again in the backward, so that autograd keeps nothing of it until then.
         """
-        if in_chunk:
-            self._backward = self._backward._replace(is_part=True)
-        places, found = self._weights()
+        places, found = self._weights(in_chunk=in_chunk)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with swapped(places, found), nullcontext() if in_chunk else hooks:
             result = inner(*args, **kwargs)
@@ -106,28 +100,29 @@ class OuterVisit(BlockVisit):
         Raises:
             ModelError: In a recomputation, which nobody closes.
         """
-        if in_chunk:
-            self._backward = self._backward._replace(is_part=True)
-            places, found = self._weights()
-            return {leaf: tensor for (_, leaf), tensor in zip(places, found, strict=True)}
-        if self._read is None:
-            if torch._C._current_graph_task_id() != -1:
+        if in_chunk or self._read is None:
+            if not in_chunk and torch._C._current_graph_task_id() != -1:
                 raise ModelError(
                     f"the weights of {self._attached.block.name} are read in a recomputation of the head, "
                     "which streams; call the module, or attach with outer_streams=False"
                 )
-            places, found = self._weights()
-            self._read = {leaf: tensor for (_, leaf), tensor in zip(places, found, strict=True)}
+            places, weights = self._weights(in_chunk=in_chunk)
+            found = {leaf: tensor for (_, leaf), tensor in zip(places, weights, strict=True)}
+            if in_chunk:
+                return found
+            self._read = found
             self._until_end.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
         return self._read
 
-    def _weights(self) -> tuple[Sequence[Place], Sequence[Tensor]]:
+    def _weights(self, *, in_chunk: bool) -> tuple[Sequence[Place], Sequence[Tensor]]:
         """Open the visit, and return the places of its parameters with the tensors in the slot."""
+        if in_chunk:
+            self._backward = self._backward._replace(is_part=True)
         if torch._C._current_graph_task_id() != -1:
             self._open_backward(is_again=True)
         elif self._executor.open_visit is not self:
             self._executor.open(self, is_backward=False, is_again=False)
-        aliases = self._slots.aliases(self.block, self.operation.slot)
+        aliases = self._executor.slots.aliases(self.block, self.operation.slot)
         anchor = HEAD_ANCHOR if self._is_head else ANCHOR
         weights = stream_weights(aliases, self._trained, self._collect, anchor=anchor)
         return self._attached.fill(weights, {})
@@ -143,7 +138,7 @@ class OuterVisit(BlockVisit):
         self._open_backward()
         by_entry = self._attached.line_up(grads, self._trained, self._backward)
         if self._is_head:  # other chunks may follow: whatever is opened next closes the visit
-            self._executor.intake.collect_part(self.operation, by_entry)
+            self._executor.gradients.collect(self.operation, by_entry)
         else:
             self._executor.close(by_entry)
 

@@ -114,7 +114,6 @@ class Pass:
         visit = OuterVisit(
             block,
             arrangement.executor,
-            arrangement.slots,
             self.micro_batch,
             self.begin_backward,
             self.until_end,
@@ -178,7 +177,7 @@ class Pass:
             begin_backward()
             if any(grad is not None for grad in grads):
                 by_entry = block.line_up(grads, trained, self.backward)
-                executor.intake.collect_resident(block.index, micro_batch, by_entry)
+                executor.gradients.collect_resident(block.index, micro_batch, by_entry)
 
         return stream_weights(aliases, trained, collect, anchor=HEAD_ANCHOR if of_head else ANCHOR)
 

@@ -300,14 +300,14 @@ class Rounds:
 
     def _prepare_gradients(self, *, num_rounds: int, adds_up: bool, kept: SumRoom | None = None) -> None:
         self._adds_up = adds_up
-        self._executor.intake.prepare(adds_up=adds_up, num_rounds=num_rounds, kept=kept)
+        self._executor.gradients.prepare(adds_up=adds_up, num_rounds=num_rounds, kept=kept)
 
     def _end_backward(self) -> None:
         self._in_backward = False
         self._executor.end_backward()
         seen = self._executor.take_seen()
         if self._rounds_first and self._executor.host.precision is Precision.BF16:
-            self._executor.intake.round_residents()
+            self._executor.gradients.round_residents()
         passes, self._passes_since_backward = self._passes_since_backward, 0
         if self._in_succession:
             return

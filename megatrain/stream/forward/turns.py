@@ -71,53 +71,25 @@ class Turns:
         self.current: Turn | None = None
         """The call of a step that is running; None: somebody else has called the model."""
 
-    def run(self, turns: Sequence[Callable[[], T]], *, heads_in_turn: bool) -> list[T]:
-        """Let calls of `take` or `take_loss` go on together, and return what comes of each.
+    def run(self, turns: Sequence[Callable[[], T]], *, heads_in_turn: bool = True) -> list[T]:
+        """Let calls go on together, each within a `turn`, and return what comes of each.
 
         Raises:
             ModelError: Rows of these calls, one after the other, would have other rotary frequencies.
         """
-        if len(turns) == 1:
-            return [turns[0]()]
         found = self.lockstep.run(self.frequencies.numbered(turns), heads_in_turn=heads_in_turn)
         self.frequencies.check()
         return found
 
-    def take(self, place: int, call: Callable[[], T], seed: int | None) -> T:
-        """Run the `place`-th call of a step's round, without gradients, before its losses.
-
-        Args:
-            place: Number within the round.
-            call: Runs the model on a micro-batch.
-            seed: The seed of torch's generators; None: they go on.
-        """
-        with self._turn(place, seed, with_gradients=False):
-            return call()
-
-    def take_loss(self, place: int, call: Callable[[], Tensor], seed: int | None) -> tuple[Tensor, Tensor]:
-        """Run the `place`-th call of a step's round, and the backward of its head, if that can run by itself.
-
-        Args:
-            place: Number within the round.
-            call: Returns the loss of a micro-batch; it is not scaled here.
-            seed: The seed of torch's generators; None: they go on.
-
-        Returns:
-            The loss, detached, and where the rest of its backward begins.
-        """
-        rounds = self._arrangement.rounds
-        with self._turn(place, seed, with_gradients=True) as turn:
-            loss = call()
-            if not self._arrangement.executor.spec.heads_in_turn:
-                return loss.detach(), loss
-            self.lockstep.wait_for_earlier()
-            with rounds.in_head():
-                root = self._head_backward.begin(loss, turn.cuts, place, rounds.num_together - 1 - place)
-            self._arrangement.executor.end_head()
-            return loss.detach(), root
-
     @contextmanager
-    def _turn(self, place: int, seed: int | None, *, with_gradients: bool) -> Iterator[Turn]:
+    def turn(self, place: int, seed: int | None, *, with_gradients: bool) -> Iterator[Turn]:
+        """Run a call of a step's round within this context.
+
+        Args:
+            place: The place of the call in the round.
+            seed: The seed of torch's generators; None: they go on.
+            with_gradients: Whether it returns a loss; calls without gradients come before those of a round.
+        """
         if seed is not None:
             torch.manual_seed(seed)
         self.current = turn = Turn(place, is_before=not with_gradients)
@@ -126,6 +98,18 @@ class Turns:
                 yield turn
         finally:
             self.current = None
+
+    def go_back(self, turn: Turn, loss: Tensor) -> Tensor:
+        """Run the backward of a call's head, if that can run by itself; return where the rest begins."""
+        rounds, executor = self._arrangement.rounds, self._arrangement.executor
+        if not executor.spec.heads_in_turn:
+            return loss
+        self.lockstep.wait_for_earlier()
+        with rounds.in_head():
+            later = rounds.num_together - 1 - turn.place
+            root = self._head_backward.begin(loss, turn.cuts, turn.place, later)
+        executor.end_head()
+        return root
 
     def give_way_to_pass(self) -> None:
         """Let the others begin their next pass in the order of the first: they have come from the head."""

@@ -7,8 +7,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -155,6 +155,17 @@ class Lanes(ABC):
         if self._open_spans[lane]:
             label, start = self._open_spans[lane].pop()
             self._end_span(lane, label, start, event, work)
+
+    @contextmanager
+    def using(
+        self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()
+    ) -> Iterator[None]:
+        """Enclose work that the calling thread does itself in `begin` and `end`."""
+        self.begin(lane, reads=reads, writes=writes)
+        try:
+            yield
+        finally:
+            self.end(lane, reads=reads, writes=writes)
 
     def begin_span(self, lane: Lane, label: object) -> None:
         """Note in the record what the calling thread does until `end_span`; nothing is waited for."""

@@ -192,13 +192,13 @@ def test_with_everything_resident_nothing_crosses_a_link_to_the_host(num_nodes: 
         assert lanes.device_bytes == state + others
         sums = engine.arrangement.binding.sums(engine.choice).by_round
         program = step_program(engine.executor.spec, [[2]], sums=sums)
-        kinds, issue = Counter[str](), engine.executor.issuer.issue
+        kinds, issue = Counter[str](), engine.executor.issue
 
         def counted(operation: Operation) -> None:
             kinds[operation.label] += 1
             issue(operation)
 
-        engine.executor.issuer.issue = counted  # type: ignore[method-assign]
+        engine.executor.issue = counted  # type: ignore[method-assign]
         for step in range(3):
             engine.forward_backward(make_batches(8, seed=step)[2 * ranks.rank :][:2])
             optimizer.step()

@@ -16,7 +16,7 @@ from megatrain.cli.log import log_to_stderr
 from megatrain.errors import OutputError, RankError
 from megatrain.hardware.care import Care
 from megatrain.plan.program.operations import Operation
-from megatrain.stream.execute.issuer import Issuer
+from megatrain.stream.execute.executor import Executor
 from megatrain.stream.report import StepReport
 from megatrain.train.commands.trace import trace
 from megatrain.train.ranks import count_written
@@ -218,20 +218,20 @@ def _train_short(ranks: Any, *, root: str) -> str:
         told.update(values)
         return measured(report, **values)
 
-    def moved(issuer: Issuer, operation: Operation) -> None:
+    def moved(executor: Executor, operation: Operation) -> None:
         kind = {"exchange": "exchanged", "gather": "gathered"}.get(operation.label)
         if kind is not None:
             told[kind] = told.get(kind, 0) + operation.nbytes
-        issue(issuer, operation)
+        issue(executor, operation)
 
-    issue = Issuer.issue
+    issue = Executor.issue
     sections: dict[str, Any] = {
         "data": {"packing": "pad", "seq_len": 32, "path": f"{root}/rows.jsonl"},
         "train": {"steps": 1, "grad_accumulation": 4, "precision": "bf16"},
         "optim": {"warmup_steps": 0},
         "eval": {},
     }
-    with patch("megatrain.train.step.measured", noted), patch.object(Issuer, "issue", moved):
+    with patch("megatrain.train.step.measured", noted), patch.object(Executor, "issue", moved):
         place = train_run(ranks, root=root, out="run", **sections)
     with patch("megatrain.train.run.plan_memory", return_value=None):
         config = make_config(Path(root), "trace", **sections, parallel={"shards": 4, "gather": "on"})

@@ -21,7 +21,12 @@ CPU = torch.device("cpu")
 
 
 def recomputed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return Recomputation("layers.3", run, CPU).run(args, kwargs)
+    return run_first(Recomputation("layers.3", run, CPU), *args, **kwargs)
+
+
+def run_first(call: Recomputation, *args: Any, **kwargs: Any) -> Any:
+    with call.first_run(args, kwargs):
+        return call._run(*args, **kwargs)
 
 
 def layer(hidden: Tensor, *, weight: Tensor, dropout: float = 0.0) -> Tensor:
@@ -166,7 +171,7 @@ def test_a_dropped_tensor_goes_with_the_node_that_saved_it() -> None:
         found = [reference() for reference, *_ in call._dropped]
         return [dropped is not None and dropped.tensor is not None for dropped in found]
 
-    call.run((torch.randn(3, requires_grad=True),), {}).sum().backward()
+    run_first(call, torch.randn(3, requires_grad=True)).sum().backward()
     assert alive == [0, 2, 1]
 
 
@@ -190,11 +195,11 @@ def _takes_gradients(x: Tensor) -> Tensor:
 def test_gradients_within_a_forward_are_refused() -> None:
     again = Recomputation("block 3", _takes_gradients, torch.device("cpu"))
     with pytest.raises(ModelError, match="block 3 takes gradients within its own forward"):
-        again.run((torch.ones(4, requires_grad=True),), {})
+        run_first(again, torch.ones(4, requires_grad=True))
 
 
 def test_saved_tensors_read_twice_are_refused() -> None:
     again = Recomputation("block 3", _ReadsTwice.apply, torch.device("cpu"))
-    result = again.run((torch.ones(4, requires_grad=True),), {})
+    result = run_first(again, torch.ones(4, requires_grad=True))
     with pytest.raises(ModelError, match=r"ctx\.saved_tensors twice in one backward"):
         result.sum().backward()

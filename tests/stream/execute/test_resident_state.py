@@ -26,13 +26,13 @@ from tests.train.test_loop import assert_same_runs
 def issued(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
     """Record the operations that the executor issues."""
     operations: list[Operation] = []
-    issue = engine.executor.issuer.issue
+    issue = engine.executor.issue
 
     def record(operation: Operation) -> None:
         operations.append(operation)
         issue(operation)
 
-    monkeypatch.setattr(engine.executor.issuer, "issue", record)
+    monkeypatch.setattr(engine.executor, "issue", record)
     return operations
 
 

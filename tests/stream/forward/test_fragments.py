@@ -24,7 +24,7 @@ def trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
     """Record what happens in which order: (operation, block), visits when they begin."""
     events: list[tuple[str, int]] = []
     executor = engine.executor
-    issue, opened = executor.issuer.issue, executor.open
+    issue, opened = executor.issue, executor.open
 
     def record_issue(operation: Any) -> None:
         events.append((operation.label, operation.block))
@@ -34,7 +34,7 @@ def trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
         opened(visit, is_backward=is_backward, is_again=is_again)
         events.append((visit.operation.label, visit.block))
 
-    monkeypatch.setattr(executor.issuer, "issue", record_issue)
+    monkeypatch.setattr(executor, "issue", record_issue)
     monkeypatch.setattr(executor, "open", record_open)
     return events
 

@@ -39,10 +39,10 @@ class _OfVisit(Operation):
         """Return the same of what waits on drives."""
         return replace(self, activation_staging=buffer)
 
-    def begin(self, parts: Parts) -> Operation | None:
+    def begin(self, parts: Parts) -> tuple[Operation, ...]:
         """Let the engine's activations do it: they know what the newest of these visits has saved."""
         self.move(parts.activations, parts.activations.key_of(self.block, self.micro_batch))
-        return None
+        return ()
 
     def move(self, activations: Any, key: int) -> None:
         """Move what the visit of a key has saved."""

@@ -36,14 +36,15 @@ class Write(Operation):
     drive_staging: int
 
     label, lane, moves, rate = "write", Lane.WRITE, "drive_write_bytes", "write_s"
+    changes = "change"
 
     def touches(self) -> Touched:
         """From the host buffer to the block's image."""
         return (("drive_staging", self.drive_staging),), (("drive", self.block),)
 
     def work(self, parts: Parts) -> Work:
-        """Return the write, counted as a change of the state."""
-        return parts.wholeness.change(parts.drives.write(self.block, self.drive_staging))
+        """Return the write."""
+        return parts.drives.write(self.block, self.drive_staging)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

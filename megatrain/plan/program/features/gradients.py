@@ -49,24 +49,23 @@ class Load(Operation):
         """Return the same from a staging buffer."""
         return replace(self, staging=buffer, nbytes=self.nbytes if nbytes is None else nbytes)
 
-    def begin(self, parts: Parts) -> Operation | None:
+    def begin(self, parts: Parts) -> tuple[Operation, ...]:
         """Return the copy from where the gradient is: it may have been taken for complete, and waits.
 
-        None: the step's backwards so far have brought none, so what is there is of an earlier step.
+        Nothing, if the step's backwards so far have brought none: what is there is of an earlier step.
         """
         gradients, block = parts.gradients, self.block
         if not gradients.has(block):
-            return None
+            return ()
         if gradients.waits(block):
-            return load_of_waiting(self)
+            return (load_of_waiting(self),)
         if gradients.is_in_plane(block):
-            return replace(self, staging=-1)
+            return (replace(self, staging=-1),)
         if gradients.is_parked(block, completes=True) and (self.staging < 0 or gradients.splits):
             staging = max(self.staging, 0)
             read, nbytes = gradients.unparked(block, staging)
-            parts.issue(read)
-            return self.through(staging, nbytes)
-        return self
+            return read, self.through(staging, nbytes)
+        return (self,)
 
     def work(self, parts: Parts) -> Work:
         """Return the copy."""

@@ -45,8 +45,7 @@ class ExchangeSums(Operation):
 
     def work(self, parts: Parts) -> Work:
         """Return the exchange."""
-        place = self.block, self.gradient_buffer
-        return parts.gradients.exchange(*place, sums=self.sums, completes=self.completes)
+        return parts.gradients.exchange(self)
 
     def settle(self, parts: Parts) -> None:
         """Note that the round's sum is on its way."""

@@ -36,7 +36,7 @@ class Push(Operation):
     is_share: bool = False
     """It copies a rank's share, and others bring theirs."""
 
-    label, lane, rate = "push", Lane.OFFLOAD, "push_s"
+    label, lane, rate, changes = "push", Lane.OFFLOAD, "push_s", "copy_home"
 
     def touches(self) -> Touched:
         """From the device home."""
@@ -44,8 +44,8 @@ class Push(Operation):
         return _on_device(self.block), home
 
     def work(self, parts: Parts) -> Work:
-        """Return the copy, without which what is home is torn."""
-        return parts.wholeness.copy_home(parts.states.push(self.block))
+        """Return the copy."""
+        return parts.states.push(self.block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,7 +95,7 @@ class StateUpdate(Operation):
     drive_staging: int = -1
     """Host buffer through which state on drives passes; -1: the state is in RAM."""
 
-    lane, moves, is_update = Lane.HOST, "update_bytes", True
+    lane, moves, is_update, changes = Lane.HOST, "update_bytes", True, "change"
     on_device: ClassVar[bool] = False
     """The state is on the device, and changes there."""
 
@@ -104,5 +104,5 @@ class StateUpdate(Operation):
         return replace(self, drive_staging=buffer)
 
     def work(self, parts: Parts) -> Work:
-        """Return the update, counted as a change of the state."""
-        return parts.wholeness.change(parts.optimizer.update(self))
+        """Return the update."""
+        return parts.optimizer.update(self)

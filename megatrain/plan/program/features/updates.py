@@ -79,11 +79,6 @@ class Sync(Operation):
         """Return it as one of compute: a thread that waits launches nothing."""
         return (self.task(Lane.COMPUTE, prices),)
 
-    def begin(self, parts: Parts) -> Operation | None:
-        """Wait."""
-        parts.wait(self.reads)
-        return None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release(Operation):
@@ -100,7 +95,7 @@ class Release(Operation):
 
     def work(self, parts: Parts) -> Work:
         """Return what gives it back."""
-        return parts.host.drop_gradients
+        return parts.gradients.release_plane
 
 
 def update_of(

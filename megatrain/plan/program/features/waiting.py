@@ -100,9 +100,9 @@ class Unpark(Operation):
         """From the room on the drives to the staging buffer."""
         return (("parked", self.block),), (home_buffer(self.block, self.staging),)
 
-    def begin(self, parts: Parts) -> Operation | None:
+    def begin(self, parts: Parts) -> tuple[Operation, ...]:
         """Return it if it is there: a sum may have been taken for a complete gradient."""
-        return self if parts.gradients.is_parked(self.block, completes=self.completes) else None
+        return (self,) if parts.gradients.is_parked(self.block, completes=self.completes) else ()
 
     def work(self, parts: Parts) -> Work:
         """Return the read."""

@@ -1,22 +1,17 @@
-"""Issues single operations, and is what they are handed: the parts of an engine, whose methods they call.
-
-Nothing here knows in which order operations come: a program says that, and the `Executor` follows it.
-"""
+"""The parts of an engine that move its bytes: operations are handed them, and call their methods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.features.roles import StateUpdate
-from megatrain.plan.program.kinds import Lane
-from megatrain.plan.program.operations import Operation, Work
+from megatrain.plan.program.operations import Work
 from megatrain.store.state import HostState
 from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.resident_state import DeviceStates
+from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.execute.weights import Weights
 from megatrain.stream.execute.wholeness import Wholeness
@@ -93,11 +88,13 @@ class Counts:
 
 
 @dataclass
-class Issuer:
-    """Enqueues operations in the lanes; it has the parts that they call, as `Parts` says."""
+class EngineParts:
+    """What an executor moves bytes with, among it what operations ask for (`Parts`)."""
 
     lanes: Lanes
     host: HostState
+    slots: Slots
+    """The places of blocks on the device."""
     weights: Weights
     gradients: Gradients
     states: DeviceStates
@@ -108,39 +105,3 @@ class Issuer:
     """None: the whole state is in RAM."""
     optimizer: OptimizerWork | None = None
     """Set by an optimizer that updates a block as soon as its gradient is complete, and while a step ends."""
-
-    def run(self, operations: Iterable[Operation]) -> None:
-        """Issue operations in order, no visits among them."""
-        for operation in operations:
-            self.issue(operation)
-
-    def issue(self, operation: Operation) -> None:
-        """Enqueue one operation, and note what it leaves.
-
-        Raises:
-            TornStateError: An update has failed before.
-        """
-        self.wholeness.check()
-        found = operation.begin(self)
-        if found is None:
-            return
-        work, (reads, writes) = found.work(self), found.touches()
-        self.lanes.enqueue(found.lane, work, reads=reads, writes=writes, work=found.nbytes, label=found)
-        found.settle(self)
-        if found.moves:
-            self.counts.add(found.moves, found.nbytes)
-
-    @contextmanager
-    def touching(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> Iterator[None]:
-        """Let the launching thread use host memory, once all others are done with it."""
-        self.wholeness.check()
-        self.lanes.begin(Lane.CALLER, reads=reads, writes=writes)
-        try:
-            yield
-        finally:
-            self.lanes.end(Lane.CALLER, reads=reads, writes=writes)
-
-    def wait(self, reads: Sequence[Buffer]) -> None:
-        """Block until what was enqueued has written these buffers; raises what kept it from that."""
-        with self.touching(reads=reads):
-            pass
