@@ -109,19 +109,21 @@ class Step:
         """What decides the program."""
         starts = self.block_sums.starts
         layers = range(len(self.anatomy.layers))
-        return StepSpec.of(
+        spec = StepSpec.of(
             self.choice,
             [block.size for block in self.blocks],
             [range(starts[number], starts[number + 1]) for number in layers],
-            splits=self.anatomy.precision == "bf16",
-            tiers=self.block_sums.gradient_tiers(self.choice),
             ends=self.block_sums.ends,
             behind=self.block_sums.behind,
+            saved=[(run.leaving_bytes, run.host_bytes) for run in self.costs.runs],
+        )
+        return replace(
+            spec,
+            splits=self.anatomy.precision == "bf16",
+            tiers=self.block_sums.gradient_tiers(self.choice),
             heads_in_turn=not self.anatomy.loss_reaches_layers,
             clips=self.clips,
             drives=self.block_sums.drive_spec(self.choice, self.batch, self.rates.optimizer),
-            saved_bytes=[run.leaving_bytes for run in self.costs.runs],
-            room_bytes=[run.host_bytes for run in self.costs.runs],
             num_runs=self.partial_sums.runs.number,
             num_ranks=self.batch.num_ranks,
             gathers=self.batch.gathers,

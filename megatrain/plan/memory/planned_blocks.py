@@ -66,9 +66,9 @@ def list_blocks(
             share=own,
             gathers_among=among,
             sequence=exchange.sequence,
-            exchange_bytes=exchange.planned_bytes(sizes),
-            spread_bytes=0 if own is None else others * own.sizes.working_bytes,
         )
+        spread_bytes = 0 if own is None else others * own.sizes.working_bytes
+        size = replace(size, exchange_bytes=exchange.planned_bytes(sizes), spread_bytes=spread_bytes)
         return PlannedBlock(size, sizes, layer, largest_run, share)
 
     blocks = []

@@ -61,10 +61,8 @@ class BlockSize:
         share: Share | None = None,
         gathers_among: int = 1,
         sequence: int = 1,
-        exchange_bytes: int = 0,
-        spread_bytes: int = 0,
     ) -> BlockSize:
-        """Return what a schedule needs to know of a block.
+        """Return what a schedule needs to know of a block, but for what a rank sends to others.
 
         Args:
             sizes: Of the block.
@@ -74,8 +72,6 @@ class BlockSize:
             share: What of its state this rank keeps; None: all.
             gathers_among: Ranks that fetch a piece of the weights each, and gather them; 1: none does.
             sequence: Ranks that share out rows.
-            exchange_bytes: That this rank sends of a sum; see `Exchange`.
-            spread_bytes: That it sends of new weights to other nodes.
         """
         own = sizes if share is None else share.sizes
         size = cls(
@@ -85,8 +81,6 @@ class BlockSize:
             offload_bytes=own.gradient_bytes,
             accumulator_bytes=sizes.accumulator_bytes,
             share_bytes=4 * sequence * own.num_state,
-            exchange_bytes=exchange_bytes,
-            spread_bytes=spread_bytes,
             gather_bytes=(gathers_among - 1) * piece_bytes(sizes.working_bytes, gathers_among),
             added_bytes=sizes.added_bytes(completes=False),
             last_added_bytes=sizes.added_bytes(completes=True),

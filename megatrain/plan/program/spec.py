@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatrain.config.choice import Choice
 from megatrain.layout.drive_chunks import first_turn, own_bytes
 from megatrain.plan.program.block_size import BlockSize
-from megatrain.plan.program.visits import Ends, LayerPlan, Visit, layer_plans, most_open, round_visits
+from megatrain.plan.program.visits import Ends, LayerPlan, Round, Visit, layer_plans, most_open, round_visits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,37 +98,19 @@ class StepSpec:
         sizes: Sequence[BlockSize],
         layers: Sequence[Sequence[int]],
         *,
-        splits: bool,
-        tiers: Sequence[str] = (),
         ends: tuple[Sequence[int], Sequence[int]] = ((), ()),
         behind: Collection[int] = (),
-        heads_in_turn: bool = True,
-        clips: bool = True,
-        drives: DriveSpec | None = None,
-        saved_bytes: Sequence[int] | None = None,
-        room_bytes: Sequence[int] | None = None,
-        num_runs: int = 1,
-        num_ranks: int = 1,
-        gathers: bool = False,
+        saved: Sequence[tuple[int, int]] | None = None,
     ) -> StepSpec:
-        """Say how a choice runs.
+        """Say how a choice runs; what does not follow from it is as in a model of bf16 in RAM, on one rank.
 
         Args:
-            choice: Resolved.
-            sizes: Of the blocks under it.
+            choice: The choice, in which nothing is open.
+            sizes: The sizes of the blocks under it.
             layers: The blocks of each decoder layer.
-            splits: Weights are bf16, the upper halves of fp32 masters.
-            tiers: Where each block's gradient waits; none: on the host.
-            ends: Outer blocks that may stream: embeddings, and heads.
-            behind: Outer blocks that the model passes behind all layers.
-            heads_in_turn: The backward of each micro-batch's head follows its forward.
-            clips: Gradients are clipped to a norm.
-            drives: Where the state is, if a part of it is on drives.
-            saved_bytes: As in `layer_plans`.
-            room_bytes: As there.
-            num_runs: Of a rank's part of a step.
-            num_ranks: That train together.
-            gathers: They gather weights, of which each fetches a piece.
+            ends: The outer blocks that may stream: embeddings, and heads.
+            behind: The outer blocks that the model passes behind all layers.
+            saved: The bytes that each layer saves to the host; see `layer_plans`.
         """
         elsewhere = {*behind, *(block for layer in layers for block in layer)}
         trained = [any(sizes[block].is_trained for block in layer) for layer in layers]
@@ -136,29 +118,15 @@ class StepSpec:
             trained[0] = True  # the embedding: backward goes through all layers
         return cls(
             sizes=sizes,
-            layers=layer_plans(
-                choice.policies,
-                layers,
-                boundaries=choice.boundaries,
-                saved_bytes=saved_bytes,
-                room_bytes=room_bytes,
-            ),
+            layers=layer_plans(choice.policies, layers, choice.boundaries, saved),
             num_slots=choice.num_slots,
             num_gradient_buffers=choice.num_gradient_buffers,
             updates=choice.updates,
-            tiers=tiers,
             sums=choice.sums,
             ends=_ends(ends, sizes),
             behind=tuple(behind),
-            heads_in_turn=heads_in_turn,
             first_trained=trained.index(True) if any(trained) else 0,
-            splits=splits,
-            clips=clips,
             activations_on_drives=choice.boundaries == "nvme",
-            drives=drives,
-            num_runs=num_runs,
-            num_ranks=num_ranks,
-            gathers=gathers,
         )
 
     def __post_init__(self) -> None:
@@ -200,42 +168,21 @@ class StepSpec:
         outside = (*self.outer, *self.ends.embeddings)
         return inside + sum(self.sizes[block].is_trained for block in outside) + len(self.ends.heads)
 
-    def visits(
-        self,
-        micro_batches: Sequence[int],
-        *,
-        loads: bool = False,
-        completes: bool = True,
-        num_passes_before: int = 0,
-        heads_in_turn: bool | None = None,
-        in_succession: bool = False,
-    ) -> list[Visit]:
-        """List the visits of a round.
+    @property
+    def has_shares(self) -> bool:
+        """Whether several ranks update a share of each block."""
+        return self.num_ranks > 1
 
-        Args:
-            micro_batches: How many pass in each visit: ones, but where a plan times several together.
-            loads: Earlier rounds of the step left gradients to add to.
-            completes: No later round of the step follows.
-            num_passes_before: Passes without gradients that come first.
-            heads_in_turn: As in `round_visits`; None: as in a step.
-            in_succession: As there.
-        """
-        visits = round_visits(
+    def visits(self, round_: Round) -> list[Visit]:
+        """List the visits of a round."""
+        return round_visits(
             self.layers,
-            num_micro_batches=len(micro_batches),
+            round_,
             outer=self.outer,
             behind=[block for block in self.outer if block in self.behind],
             ends=self.ends,
             first_trained=self.first_trained,
-            loads=loads,
-            completes=completes,
-            num_passes_before=num_passes_before,
-            heads_in_turn=self.heads_in_turn if heads_in_turn is None else heads_in_turn,
-            in_succession=in_succession,
         )
-        if all(count == 1 for count in micro_batches):
-            return visits
-        return [replace(v, num_micro_batches=micro_batches[v.micro_batch]) for v in visits]
 
     def has_buffers(self, visits: Sequence[Visit]) -> bool:
         """Whether there are gradient buffers for all that adds up at the same time in a round's visits."""

@@ -9,6 +9,7 @@ What a feature changes in a part is its pass, in `plan.program.features`; here t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatrain.config.runs import ONE_RUN, RoundSums
@@ -19,7 +20,7 @@ from megatrain.plan.program.features.gradients import added, home_of_sum, offloa
 from megatrain.plan.program.features.ranks import exchanged
 from megatrain.plan.program.features.resident import pushed, rounded_residents
 from megatrain.plan.program.features.roles import SumTaken
-from megatrain.plan.program.features.updates import Norm, Release, Sync, update_of, updated_at_once
+from megatrain.plan.program.features.updates import AtOnce, Norm, Release, Sync, update_of, updated_at_once
 from megatrain.plan.program.features.waiting import (
     held,
     hold_resident,
@@ -33,7 +34,7 @@ from megatrain.plan.program.features.weights import fetch_residents, gathered, w
 from megatrain.plan.program.operations import Operation, Program
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
-from megatrain.plan.program.visits import Visit, step_visits
+from megatrain.plan.program.visits import Round, Visit, step_visits
 
 
 def visits_program(
@@ -44,9 +45,7 @@ def visits_program(
     fetches_outer: bool = True,
     first_gradient_buffer: int = 0,
     pinned: Collection[int] = (),
-    updates_at_once: bool = False,
-    num_staging: int = 0,
-    first_staging: int = 0,
+    at_once: AtOnce | None = None,
     gathers: bool = True,
 ) -> Program:
     """Place all copies around visits.
@@ -58,9 +57,7 @@ def visits_program(
         fetches_outer: The weights of outer blocks on the device are out of date.
         first_gradient_buffer: The first gradient buffer to use.
         pinned: Slots that keep their content.
-        updates_at_once: Every complete gradient is followed by its update.
-        num_staging: The number of host buffers through which complete gradients pass.
-        first_staging: The first one to use.
+        at_once: The way of complete gradients to the updates that follow them at once; None: none do.
         gathers: All ranks make these visits, so they may gather weights.
     """
     placed = schedule(
@@ -74,15 +71,9 @@ def visits_program(
         saved_bytes={layer.blocks[-1]: layer.saved_bytes for layer in spec.layers},
     )
     operations = _with_gradients(spec, placed.operations)
-    if updates_at_once:
-        operations = updated_at_once(
-            operations,
-            spec.sizes,
-            partial(_is_at, spec, "host"),
-            num_staging=num_staging,
-            first_staging=first_staging,
-            has_shares=spec.num_ranks > 1,
-        )
+    if at_once is not None:
+        is_home = partial(_is_at, spec, "host")
+        operations = updated_at_once(operations, spec.sizes, is_home, at_once, has_shares=spec.has_shares)
     if spec.activations_on_drives:
         rooms = {layer.blocks[-1]: layer.room_bytes for layer in spec.layers}
         operations = with_activations_through(operations, rooms)
@@ -95,7 +86,7 @@ def visits_program(
 
 def _with_gradients(spec: StepSpec, operations: Sequence[Operation]) -> Sequence[Operation]:
     """Let ranks exchange gradients, and let these wait where the choice says."""
-    if spec.num_ranks > 1:
+    if spec.has_shares:
         operations = exchanged(operations, spec.sizes, spec.outer)
     if "device" in spec.tiers:
         operations = held(operations, partial(_is_at, spec, "device"))
@@ -116,9 +107,7 @@ def complete_program(
     on_host: Iterable[int] = (),
     on_drives: Iterable[int] = (),
     *,
-    updates_at_once: bool = False,
-    num_staging: int = 0,
-    first_staging: int = 0,
+    at_once: AtOnce | None = None,
 ) -> list[Operation]:
     """List what completes the gradients that the rounds have left where they add up.
 
@@ -127,19 +116,17 @@ def complete_program(
         away: Resident blocks whose sums are wanted at home, or rounded where they are to wait.
         on_host: Blocks whose rounds have added up on the host.
         on_drives: Blocks whose sums wait there.
-        updates_at_once: Each is updated as soon as it is complete.
-        num_staging: The number of host buffers through which gradients then pass in turn; 0: the plane.
-        first_staging: The first one to use.
+        at_once: The way of these gradients to the updates that follow them at once; None: none do.
     """
     operations: list[Operation] = []
-    sizes, has_shares = spec.sizes, spec.num_ranks > 1
+    sizes = spec.sizes
     for number, block in enumerate(away):
         if spec.tier(block) == "device":
             operations.append(hold_resident(block))
             continue
-        staging = (first_staging + number) % num_staging if updates_at_once and num_staging else -1
-        operations += offload_residents(sizes, [block], staging=staging, has_shares=has_shares)
-        if updates_at_once:
+        staging = -1 if at_once is None else at_once.staging(number)
+        operations += offload_residents(sizes, [block], staging=staging, has_shares=spec.has_shares)
+        if at_once is not None:
             operations += _updated(spec, block, staging=staging)
     operations += [rounded_sum(block, sizes[block]) for block in on_host]
     for number, block in enumerate(on_drives):
@@ -215,14 +202,14 @@ def _updated(spec: StepSpec, block: int, *, staging: int = -1) -> list[Operation
         spec.sizes[block],
         staging=staging,
         follows_norm=not spec.is_immediate,
-        has_shares=spec.num_ranks > 1,
+        has_shares=spec.has_shares,
     )
 
 
 def sync_program(spec: StepSpec, newer: Iterable[int]) -> list[Operation]:
     """List what makes the host state whole: blocks that are `newer` on the device come home."""
-    has_shares = spec.num_ranks > 1
-    operations = [part for block in newer for part in pushed(block, spec.sizes[block], has_shares=has_shares)]
+    shared = spec.has_shares
+    operations = [part for block in newer for part in pushed(block, spec.sizes[block], has_shares=shared)]
     return [*operations, Sync(blocks=tuple(range(len(spec.sizes))))]
 
 
@@ -247,34 +234,32 @@ def step_program(
     """
 
     def visits_of(micro_batches: Sequence[int], loads: bool, completes: bool) -> list[Visit]:
-        before = num_passes_before
-        return spec.visits(micro_batches, loads=loads, completes=completes, num_passes_before=before)
+        round_ = Round(
+            num_micro_batches=len(micro_batches),
+            num_passes_before=num_passes_before,
+            heads_in_turn=spec.heads_in_turn,
+            loads=loads,
+            completes=completes,
+        )
+        visits = spec.visits(round_)
+        if all(count == 1 for count in micro_batches):
+            return visits
+        return [replace(visit, num_micro_batches=micro_batches[visit.micro_batch]) for visit in visits]
 
     visits = step_visits(visits_of, rounds, sums or [ONE_RUN] * len(rounds))
-    at_once = spec.is_immediate
-    num_staging = NUM_GRADIENT_STAGING if at_once and len(rounds) == 1 else 0
-    program = visits_program(
-        spec,
-        visits,
-        [None] * spec.num_slots,
-        updates_at_once=at_once,
-        num_staging=num_staging,
-    )
+    num_staging = NUM_GRADIENT_STAGING if len(rounds) == 1 else 0
+    at_once = AtOnce(num_staging) if spec.is_immediate else None
+    program = visits_program(spec, visits, [None] * spec.num_slots, at_once=at_once)
     trained = [block for block, size in enumerate(spec.sizes) if size.is_trained]
     inside = [block for block in trained if spec.sizes[block].is_streamed]
     away = [b for b in trained if b in spec.outer and not spec.sizes[b].updates_on_device]
     operations = [*program.operations]
-    operations += complete_program(
-        spec,
-        away,
-        updates_at_once=at_once,
-        num_staging=num_staging,
-        first_staging=len(inside) % num_staging if num_staging else 0,
-    )
+    after = None if at_once is None else AtOnce(num_staging, len(inside))
+    operations += complete_program(spec, away, at_once=after)
     operations += update_program(
         spec,
         trained,
-        updated=[*inside, *away] if at_once else (),
+        updated=() if at_once is None else [*inside, *away],
         held=[block for block in (*inside, *away) if spec.tier(block) == "device"],
         on_drives=[block for block in inside if spec.tier(block) == "nvme"],
     )

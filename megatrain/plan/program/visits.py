@@ -89,46 +89,56 @@ class Ends:
     """Of these: backward comes to no others."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """How the micro-batches of a round pass the model."""
+
+    num_micro_batches: int = 1
+    """How many they are. They start in reverse order, so that autograd, which takes what was made last first,
+    adds up gradients in their own order."""
+    num_passes_before: int = 0
+    """Passes without gradients that come first, all micro-batches together in each."""
+    heads_in_turn: bool = True
+    """The backward of each micro-batch's head follows its forward; False: all have passed the head before the
+    backward begins, as where somebody else runs it."""
+    in_succession: bool = False
+    """Each micro-batch passes all layers before the next one begins, in the forward and in the backward,
+    which begins when all have passed: gradients add up as those of rounds do."""
+    loads: bool = False
+    """Earlier rounds of the step left gradients to add to."""
+    completes: bool = True
+    """No later round of the step follows."""
+
+
 def round_visits(
     layers: Sequence[LayerPlan],
+    round_: Round | None = None,
     *,
-    num_micro_batches: int = 1,
     outer: Sequence[int] = (),
     behind: Sequence[int] = (),
     ends: Ends | None = None,
     first_trained: int = 0,
-    loads: bool = False,
-    completes: bool = True,
-    num_passes_before: int = 0,
-    heads_in_turn: bool = True,
-    in_succession: bool = False,
 ) -> list[Visit]:
     """List the visits of one round: all micro-batches pass a layer before the next is entered.
 
     Args:
-        layers: In forward order.
-        num_micro_batches: They start in reverse order, so that autograd, which takes what was made last
-            first, adds up gradients in their own order.
+        layers: The layers, in forward order.
+        round_: The round; None: that of one micro-batch.
         outer: Blocks in no layer. They are in use during a whole pass: the model finds them when it begins,
             and their gradients are complete when its backward ends.
         behind: Those of them that the model passes behind all layers: their gradients are complete when the
             head's backward ends.
         ends: Outer blocks that stream. The micro-batches pass the embedding as they start, and the head when
             all of them have passed the last layer.
-        first_trained: Backward ends with this layer: neither it nor what is before it is trained.
-        loads: Earlier rounds of the step left gradients to add to.
-        completes: No later round of the step follows.
-        num_passes_before: Passes without gradients that come first, all micro-batches together in each.
-        heads_in_turn: The backward of each micro-batch's head follows its forward; False: all have passed the
-            head before the backward begins, as where somebody else runs it.
-        in_succession: Each micro-batch passes all layers before the next one begins, in the forward and in
-            the backward, which begins when all have passed: gradients add up as those of rounds do.
+        first_trained: The layer with which backward ends: nothing before it is trained.
     """
-    ends = ends or Ends()
+    ends, round_ = ends or Ends(), round_ or Round()
+    in_succession, num_micro_batches = round_.in_succession, round_.num_micro_batches
     numbers = range(num_micro_batches)
-    assert not (in_succession and num_passes_before)
-    before = pass_visits(layers, num_micro_batches, outer=outer, ends=ends, heads_in_turn=heads_in_turn)
-    visits = before * num_passes_before
+    assert not (in_succession and round_.num_passes_before)
+    in_turn = round_.heads_in_turn
+    before = pass_visits(layers, num_micro_batches, outer=outer, ends=ends, heads_in_turn=in_turn)
+    visits = before * round_.num_passes_before
 
     def backward(block: int, number: int, *, restores: bool = False) -> Visit:
         return Visit(
@@ -136,9 +146,9 @@ def round_visits(
             is_backward=True,
             micro_batch=number,
             adds=number > 0 and not in_succession,
-            loads=loads or (number > 0 and in_succession),
+            loads=round_.loads or (number > 0 and in_succession),
             is_last=number == num_micro_batches - 1 or in_succession,
-            completes=completes and (number == num_micro_batches - 1 or not in_succession),
+            completes=round_.completes and (number == num_micro_batches - 1 or not in_succession),
             restores=block if restores else -1,
         )
 
@@ -173,8 +183,8 @@ def round_visits(
             visits += ends_back[number]
         return visits
     visits += _visits_before_head(layers, numbers[::-1], outer=outer, ends=ends, saves=True)
-    in_turn = [part for number in numbers for part in (forward[number], back[number])]
-    for part in in_turn if heads_in_turn else [*reversed(forward), *back]:
+    turns = [part for number in numbers for part in (forward[number], back[number])]
+    for part in turns if in_turn else [*reversed(forward), *back]:
         visits += part
     for made, of_layer in zip(made_before, layers_back, strict=True):
         visits += [*made, *(visit for of_one in of_layer for visit in of_one)]
@@ -264,10 +274,8 @@ def _head_visits(micro_batch: int, outer: Sequence[int], ends: Ends) -> list[Vis
 def layer_plans(
     policies: Sequence[Policy],
     blocks: Sequence[Sequence[int]],
-    *,
     boundaries: str,
-    saved_bytes: Sequence[int] | None = None,
-    room_bytes: Sequence[int] | None = None,
+    saved: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Say how each decoder layer is passed.
 
@@ -275,16 +283,15 @@ def layer_plans(
         policies: The policy of each layer: what stays of it until its backward.
         blocks: Of each layer.
         boundaries: Where the inputs of recomputed layers wait.
-        saved_bytes: What a micro-batch saves of each layer; None: not known.
-        room_bytes: The room that it takes on the host; None: not known.
+        saved: The bytes that a micro-batch saves of each layer, and the room that they take on the host;
+            None: these are not known.
     """
-    unknown = [0] * len(policies)
-    sizes = zip(saved_bytes or unknown, room_bytes or unknown, strict=True)
+    sizes = saved or [(0, 0)] * len(policies)
     return tuple(
         LayerPlan(
             tuple(blocks[number]),
             is_recomputed=policy.reruns,
-            saves=policy.leaves_device(number, boundaries) and (saved_bytes is None or size > 0),
+            saves=policy.leaves_device(number, boundaries) and (saved is None or size > 0),
             drops=policy.drops(number),
             saved_bytes=size,
             room_bytes=room,

@@ -17,6 +17,7 @@ from megatrain.errors import ModelError
 from megatrain.plan.program.buffers import Buffer, weights_buffer
 from megatrain.plan.program.features.drives import commit_program
 from megatrain.plan.program.features.roles import BlockPass
+from megatrain.plan.program.features.updates import AtOnce
 from megatrain.plan.program.features.weights import fetch_residents
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation
@@ -130,8 +131,6 @@ class Executor:
         self._flush_ring()
         if of_all and self.spec.gathers:
             self._forget_weights()
-        at_once = is_whole and self.is_immediate
-        buffers = self.gradients.buffers
         self._foresight.foresee(
             self.spec,
             visits,
@@ -139,12 +138,17 @@ class Executor:
             fetches_outer=bool(self._weights.stale),
             first_gradient_buffer=self._ring,
             pinned={visit.operation.slot for visit in self._pinned} - {-1},
-            updates_at_once=at_once,
-            num_staging=buffers.num_staging if at_once and buffers.is_staged else 0,
-            first_staging=self.gradients.next_staging,
+            at_once=self._at_once() if is_whole else None,
             gathers=of_all,
         )
         self.seen = []
+
+    def _at_once(self) -> AtOnce | None:
+        """Return the way of gradients to updates that follow at once; None: none do."""
+        if not self.is_immediate:
+            return None
+        gradients, buffers = self.gradients, self.gradients.buffers
+        return AtOnce(buffers.num_staging if buffers.is_staged else 0, gradients.next_staging)
 
     def open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool) -> None:
         """Open a visit: compute may read the block's weights, where its operation now says they are.
@@ -239,9 +243,7 @@ class Executor:
                 [block for block in self.gradients.still_at(Home.DEVICE) if block not in leave],
                 self.gradients.still_at(Home.ACCUMULATOR),
                 self.gradients.still_at(Home.PARKED_SUM),
-                updates_at_once=self.is_immediate,
-                num_staging=self.gradients.buffers.num_staging if self.gradients.buffers.is_staged else 0,
-                first_staging=self.gradients.next_staging,
+                at_once=self._at_once(),
             )
         )
 

@@ -7,6 +7,7 @@ resident layers, which goes home first, so what follows a change begins as a new
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -200,20 +201,8 @@ class Arrangement:
         if self.shared is not None:
             shares = self.shared.shares
         sizes = [
-            BlockSize.of(
-                layout.sizes,
-                is_streamed=n in streamed,
-                on_device=n in residents,
-                optimizer=self.optimizer,
-                share=None if self.shared is None else self.shared.shares[n],
-                gathers_among=1 if self.shared is None else self.shared.gathers_among,
-                exchange_bytes=0 if self.shared is None else self.shared.exchange_bytes(n),
-                sequence=self.binding.sequence,
-                spread_bytes=0
-                if self.shared is None
-                else self.shared.spread_bytes(n, on_device=n in residents),
-            )
-            for n, layout in enumerate(host.layouts)
+            self._size(n, is_streamed=n in streamed, on_device=n in residents)
+            for n in range(len(host.layouts))
         ]
         lanes.lock(host.arena("working"))
         self.slots = Slots(lanes, host.layouts, residency, choice.num_slots)
@@ -244,14 +233,11 @@ class Arrangement:
             self.wholeness,
             self._drives,
         )
-        spec = StepSpec.of(
-            choice,
-            sizes,
-            group_layers(blocks),
+        behind = [number for number, block in enumerate(blocks) if block.is_behind]
+        spec = replace(
+            StepSpec.of(choice, sizes, group_layers(blocks), ends=ends_of(blocks), behind=behind),
             splits=host.precision is Precision.BF16,
             tiers=tiers_of_gradients(choice, blocks, host.layouts),
-            ends=ends_of(blocks),
-            behind=[number for number, block in enumerate(blocks) if block.is_behind],
             heads_in_turn=not adds_router_loss(self._model.config),
             drives=_drive_spec(host),
             num_runs=self.binding.runs.number,
@@ -262,6 +248,23 @@ class Arrangement:
         for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):
             layer.arrange(self.executor, self.offloaded, policy, boundaries)
         self.rounds = Rounds(self.executor, choice, self.binding.runs.number)
+
+    def _size(self, block: int, *, is_streamed: bool, on_device: bool) -> BlockSize:
+        """Return the size of a block, of several ranks with what this one does for the others."""
+        shared = self.shared
+        size = BlockSize.of(
+            self.host.layouts[block].sizes,
+            is_streamed=is_streamed,
+            on_device=on_device,
+            optimizer=self.optimizer,
+            share=None if shared is None else shared.shares[block],
+            gathers_among=1 if shared is None else shared.gathers_among,
+            sequence=self.binding.sequence,
+        )
+        if shared is None:
+            return size
+        spread_bytes = shared.spread_bytes(block, on_device=on_device)
+        return replace(size, exchange_bytes=shared.exchange_bytes(block), spread_bytes=spread_bytes)
 
     def _boundaries(self) -> list[Boundaries]:
         policies = self.choice.policies

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,7 @@ from megatrain.config.choice import Choice
 from megatrain.config.policies import Policy
 from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import ConfigError, ModelError
-from megatrain.plan.program.visits import HEAD, Visit, marked, pass_visits, step_visits
+from megatrain.plan.program.visits import HEAD, Round, Visit, marked, pass_visits, step_visits
 from megatrain.store.state import Precision
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.ranks.same_step import SameStep
@@ -43,12 +44,11 @@ class Rounds:
         """Number within its round of the pass that begins next."""
         self.num_together = 1
         """Micro-batches of the round that is going on."""
-        self._num_before = 0
-        """Passes without gradients that come before its losses."""
-        self._orders: dict[tuple[int, int, bool], list[Visit]] = {}
-        self._bare: dict[tuple[int, int, bool], list[Visit]] = {}
-        """What is expected to be seen of a round, by its number of micro-batches and of passes before it, and
-        by whether their heads come in turn."""
+        self._kind = Round()
+        """How the micro-batches of the round pass the model, but for their number."""
+        self._orders: dict[Round, list[Visit]] = {}
+        self._bare: dict[Round, list[Visit]] = {}
+        """What is expected to be seen of a round, by its kind."""
         self._passes: dict[int, list[Visit]] = {}
         """What is expected of calls without gradients that pass together, by their number."""
         self._steps: dict[tuple[tuple[int, ...], int], list[Visit]] = {}
@@ -60,10 +60,6 @@ class Rounds:
         self._adds_up = False
         self._in_backward = False
         self._in_head = False
-        self._heads_in_turn = True
-        """The backward of each head follows its forward: the calls are a step's, which runs them."""
-        self._in_succession = False
-        """Micro-batches of the round pass the model one after the other, and then comes their backward."""
         self._completes = False
         """The caller's round is the first, and may be the last: its gradients are rounded when it ends."""
 
@@ -148,8 +144,8 @@ class Rounds:
         adds_up = sum(sizes) > 1 or num_ranks > 1
         kept = sums.between(is_wide=is_wide)
         self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, kept=kept)
-        self._num_before, self._heads_in_turn = num_before, self._executor.spec.heads_in_turn
-        self._in_succession = False
+        heads_in_turn = self._executor.spec.heads_in_turn
+        self._kind = Round(num_passes_before=num_before, heads_in_turn=heads_in_turn)
         visits = self._steps.get((tuple(sizes), num_before))
         if visits is None:
             visits = self._steps[tuple(sizes), num_before] = step_visits(
@@ -186,20 +182,21 @@ class Rounds:
                 "a second backward before opt.step(): with updates=immediate, the first one has updated the "
                 "weights already; give all micro-batches to engine.forward_backward, or use deferred"
             )
-        self._num_before, self._heads_in_turn, self._in_succession = 0, False, False
+        self._kind = Round(heads_in_turn=False)
         self._completes = not has_gradients
         completes = not has_gradients or self._executor.host.precision is Precision.FP32
         visits = self.visits(num_micro_batches, loads=has_gradients, completes=completes)
         if not self._executor.spec.has_buffers(visits):
-            self._in_succession = True
+            self._kind = Round(heads_in_turn=False, in_succession=True)
             visits = self.visits(num_micro_batches, loads=has_gradients, completes=completes)
-        num_sums = num_micro_batches if self._in_succession else 1
+        in_succession = self._kind.in_succession
+        num_sums = num_micro_batches if in_succession else 1
         self._prepare_gradients(
             num_rounds=num_sums + has_gradients, adds_up=has_gradients or num_micro_batches > 1
         )
         self._executor.foresee(visits)
         self._passes_foreseen = self.num_together = num_micro_batches
-        return not self._in_succession
+        return not in_succession
 
     def foresee_evaluation(self) -> None:
         """Foresee one pass through all layers without a backward, unless it is a part of a step's round."""
@@ -258,18 +255,12 @@ class Rounds:
 
     def visits(self, num_micro_batches: int, *, loads: bool, completes: bool) -> list[Visit]:
         """List the visits of a round."""
-        order = self._orders.get((num_micro_batches, self._num_before, self._heads_in_turn))
-        if order is not None and not self._in_succession:
+        kind = replace(self._kind, num_micro_batches=num_micro_batches)
+        order = self._orders.get(kind)
+        if order is not None:
             heads = self._executor.spec.ends.heads
             return marked(order, loads=loads, completes=completes, heads=heads)
-        return self._executor.spec.visits(
-            [1] * num_micro_batches,
-            loads=loads,
-            completes=completes,
-            num_passes_before=self._num_before,
-            heads_in_turn=self._heads_in_turn,
-            in_succession=self._in_succession,
-        )
+        return self._executor.spec.visits(replace(kind, loads=loads, completes=completes))
 
     @property
     def forwards_again(self) -> list[int]:
@@ -309,10 +300,10 @@ class Rounds:
         if self._rounds_first and self._executor.host.precision is Precision.BF16:
             self._executor.gradients.round_residents()
         passes, self._passes_since_backward = self._passes_since_backward, 0
-        if self._in_succession:
+        if self._kind.in_succession:
             return
         passes = self.num_together if self.in_step else passes  # a call of a step may be several passes
-        kind = passes, self._num_before, self._heads_in_turn
+        kind = replace(self._kind, num_micro_batches=passes)
         if kind not in self._bare:
             visits = self.visits(passes, loads=False, completes=True)
             outer = set(self._executor.spec.outer)

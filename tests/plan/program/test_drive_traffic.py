@@ -28,7 +28,7 @@ from megatrain.plan.program.operations import Operation
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.plan.program.step import update_program
-from megatrain.plan.program.visits import LayerPlan, Visit, round_visits
+from megatrain.plan.program.visits import LayerPlan, Round, Visit, round_visits
 from megatrain.plan.search.planner import make_plan, plan_of
 from megatrain.plan.search.request import Request
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -122,7 +122,7 @@ def test_what_is_saved_is_read_back_once_and_ahead(
 ) -> None:
     """In any program: after it was written, before it is restored, and never into a buffer in use."""
     plans = [LayerPlan((n,), saves=saves, drops=drops and n > 0) for n, (saves, drops) in enumerate(layers)]
-    visits = [visit for count in rounds for visit in round_visits(plans, num_micro_batches=count)]
+    visits = [visit for count in rounds for visit in round_visits(plans, Round(num_micro_batches=count))]
     program = schedule(visits, [SIZE] * len(plans), [None, None])
     rooms = dict.fromkeys(range(len(plans)), 0)
     made: list[Any] = with_activations_through(program.operations, rooms, num_buffers)
@@ -293,7 +293,7 @@ def test_a_share_s_state_is_written_when_all_ranks_have_updated_theirs() -> None
 def test_tensors_are_written_with_the_room_between_them() -> None:
     """Each begins at a multiple of 512: these take three pages, where their 8,100 bytes would take two."""
     room = pools.saved_visit([4000, 4000, 100])
-    visits = round_visits([LayerPlan((block,), saves=True) for block in range(2)], num_micro_batches=2)
+    visits = round_visits([LayerPlan((block,), saves=True) for block in range(2)], Round(num_micro_batches=2))
     program = schedule(visits, [SIZE] * 2, [None, None], saved_bytes={0: 8100, 1: 8100})
     made = with_activations_through(program.operations, {0: room, 1: room})
     moved = {kind: [o.nbytes for o in made if o.label == kind] for kind in ("save", "stow", "recall")}

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.features.compute import Backward
 from megatrain.plan.program.features.gradients import Load, Offload, offload_residents
-from megatrain.plan.program.features.updates import Update, updated_at_once
+from megatrain.plan.program.features.updates import AtOnce, Update, updated_at_once
 from megatrain.plan.program.features.weights import Fetch, fetch_residents
 from megatrain.plan.program.operations import Program
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import update_program
-from megatrain.plan.program.visits import LayerPlan, Visit, round_visits
+from megatrain.plan.program.visits import LayerPlan, Round, Visit, round_visits
 
 
 def make_sizes(num_blocks: int, *, is_trained: bool = True) -> list[BlockSize]:
@@ -42,7 +42,7 @@ def rounds(num_blocks: int, num_rounds: int) -> list[Visit]:
     visits = []
     for number in range(num_rounds):
         last = number == num_rounds - 1
-        visits += round_visits(layers, loads=number > 0, completes=last)
+        visits += round_visits(layers, Round(loads=number > 0, completes=last))
     return visits
 
 
@@ -152,7 +152,9 @@ def test_fetches_of_a_step_that_skips_blocks_are_as_few_as_possible(
     kept: set[int], num_slots: int, num_rounds: int
 ) -> None:
     layers = [LayerPlan((block,)) for block in sorted(kept)]
-    visits = [visit for number in range(num_rounds) for visit in round_visits(layers, loads=number > 0)]
+    visits = [
+        visit for number in range(num_rounds) for visit in round_visits(layers, Round(loads=number > 0))
+    ]
     program = schedule(visits, make_sizes(7), [None] * num_slots)
     assert program.count("fetch") == fewest_fetches([visit.block for visit in visits], num_slots)
 
@@ -284,7 +286,7 @@ def lines(visits: Sequence[Visit], num_blocks: int, num_slots: int, **options: A
 
 def test_micro_batches_in_lockstep_share_one_fetch_and_one_offload() -> None:
     """Backward adds up in the micro-batches' own order: they started in reverse."""
-    visits = round_visits(layers_of((0,), (1,)), num_micro_batches=2)
+    visits = round_visits(layers_of((0,), (1,)), Round(num_micro_batches=2))
     assert lines(visits, 2, 2, num_gradient_buffers=2) == [
         "fetch     b0 s0",
         "fetch     b1 s1",
@@ -305,7 +307,7 @@ def test_micro_batches_in_lockstep_share_one_fetch_and_one_offload() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 4, 28, 180])
 def test_a_round_fetches_each_block_at_most_twice(num_blocks: int, num_micro_batches: int) -> None:
     layers = [LayerPlan((block,)) for block in range(num_blocks)]
-    visits = round_visits(layers, num_micro_batches=num_micro_batches)
+    visits = round_visits(layers, Round(num_micro_batches=num_micro_batches))
     program = schedule(visits, make_sizes(num_blocks), [None, None])
     assert program.count("fetch") == max(num_blocks, 2 * num_blocks - 2)
     assert program.count("offload") == num_blocks
@@ -346,7 +348,7 @@ def test_a_fragment_stays_from_its_recomputation_to_its_backward(
 ) -> None:
     """What autograd saved of it points into its slot."""
     layers = layers_of(*[(2 * number, 2 * number + 1) for number in range(6)])
-    visits = round_visits(layers, num_micro_batches=num_micro_batches)
+    visits = round_visits(layers, Round(num_micro_batches=num_micro_batches))
     program = schedule(visits, make_sizes(12), [None] * num_slots, num_gradient_buffers=2)
     held: dict[int, int] = {}
     in_backward = False
@@ -362,7 +364,7 @@ def test_a_fragment_stays_from_its_recomputation_to_its_backward(
 
 
 def test_more_fragments_than_gradient_buffers_are_refused() -> None:
-    visits = round_visits(layers_of((0, 1)), num_micro_batches=2)
+    visits = round_visits(layers_of((0, 1)), Round(num_micro_batches=2))
     with pytest.raises(AssertionError, match="more fragments than there are gradient buffers"):
         schedule(visits, make_sizes(2), [None, None], num_gradient_buffers=1)
 
@@ -392,7 +394,7 @@ def test_saved_activations_come_back_one_visit_ahead() -> None:
 def test_dropped_boundaries_are_made_again_once_per_group() -> None:
     """Layers 1 and 2 have none: the first backward that needs one passes the layers before it again."""
     layers = [LayerPlan((0,)), LayerPlan((1,), drops=True), LayerPlan((2,), drops=True), LayerPlan((3,))]
-    visits = round_visits(layers, num_micro_batches=2)
+    visits = round_visits(layers, Round(num_micro_batches=2))
     passed = [(visit.block, visit.micro_batch) for visit in visits if not visit.is_backward]
     assert passed == [
         *((block, micro_batch) for block in range(4) for micro_batch in (1, 0)),
@@ -406,7 +408,7 @@ def test_dropped_boundaries_are_made_again_once_per_group() -> None:
 def test_updates_at_once_follow_their_gradient() -> None:
     sizes = make_sizes(2)
     placed = schedule(rounds(2, 1), sizes, [None, None]).operations
-    made: list[Any] = updated_at_once(placed, sizes, lambda *_: True, num_staging=2, first_staging=1)
+    made: list[Any] = updated_at_once(placed, sizes, lambda *_: True, AtOnce(2, 1))
     ends = [o for o in made if o.label in ("offload", "update")]
     assert [(o.label, o.block, o.staging) for o in ends] == [
         ("offload", 1, 1),

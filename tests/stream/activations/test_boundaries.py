@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain.plan.program.schedule import schedule
-from megatrain.plan.program.visits import round_visits
+from megatrain.plan.program.visits import Round, round_visits
 from megatrain.stream.engine import Engine
 from tests.reference import Resident, assert_same_bits, make_batches
 from tests.stream.execute.test_memory import LiveStorages, deep_config
@@ -138,7 +138,7 @@ def test_a_dropped_boundary_costs_one_forward_of_the_layer_before(
         extra = [number + 1 in dropped for number in range(LAYERS)]
         per_layer = [calls.count(number) for number in range(LAYERS)]
         assert per_layer == [lockstep * (2 + flag) for flag in extra]
-        visits = round_visits(engine.arrangement.rounds.plans, num_micro_batches=lockstep)
+        visits = round_visits(engine.arrangement.rounds.plans, Round(num_micro_batches=lockstep))
         program = schedule(
             visits,
             engine.executor.spec.sizes,

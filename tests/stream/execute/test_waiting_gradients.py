@@ -23,7 +23,7 @@ from megatrain.plan.program.operations import Program
 from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import update_program
-from megatrain.plan.program.visits import LayerPlan, Visit, round_visits
+from megatrain.plan.program.visits import LayerPlan, Round, Visit, round_visits
 from megatrain.stream.bind import host_planes, residency_of
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import places_of
@@ -260,7 +260,7 @@ def test_sums_of_several_rounds_wait_too_in_fp32() -> None:
     """They are as large as complete ones. Nothing of them crosses the link."""
     sizes = [sized(True, 40)] * 2
     layers = [LayerPlan((0,)), LayerPlan((1,))]
-    visits = round_visits(layers, completes=False) + round_visits(layers, loads=True)
+    visits = round_visits(layers, Round(completes=False)) + round_visits(layers, Round(loads=True))
     program = waiting(visits, sizes, lambda *_: True)
     loads = [operation for operation in program.operations if operation.label == "load"]
     assert [(load.reads, load.nbytes) for load in loads] == [((("waiting", n),), 0) for n in (1, 0)]

@@ -123,13 +123,26 @@ def update_of(
     return spread(update, size.spread_bytes, has_shares=has_shares)
 
 
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Updates follow complete gradients at once, and use them up."""
+
+    num_staging: int = 0
+    """The number of host buffers through which these gradients pass in turn; 0: the plane."""
+    first_staging: int = 0
+    """The first of them to use."""
+
+    def staging(self, number: int) -> int:
+        """Return the buffer of a gradient, by its number; -1: the plane."""
+        return (self.first_staging + number) % self.num_staging if self.num_staging else -1
+
+
 def updated_at_once(
     operations: Sequence[Operation],
     sizes: Sequence[BlockSize],
     at_home: Callable[[int, bool], bool],
+    at_once: AtOnce,
     *,
-    num_staging: int = 0,
-    first_staging: int = 0,
     has_shares: bool = False,
 ) -> list[Operation]:
     """List operations in which every gradient that is complete at home is followed by its update.
@@ -138,20 +151,19 @@ def updated_at_once(
         operations: The program.
         sizes: The blocks' sizes.
         at_home: Says of a block whether its gradient waits on the host, complete or not.
-        num_staging: The number of host buffers through which these gradients pass in turn; 0: the plane.
-        first_staging: The first of them to use.
+        at_once: The way of these gradients to their updates.
         has_shares: Several ranks update a share each.
     """
     result: list[Operation] = []
-    turn = first_staging
+    turn = 0
     for operation in operations:
         ends = isinstance(operation, GradientEnd) and operation.completes
         if not ends or not at_home(operation.block, True):
             result.append(operation)
             continue
         staging = -1
-        if operation.takes_sum and num_staging:
-            staging, turn = turn, (turn + 1) % num_staging
+        if operation.takes_sum and at_once.num_staging:
+            staging, turn = at_once.staging(turn), turn + 1
             operation = operation.through(staging)
         result.append(operation)
         block, shared = operation.block, {"has_shares": has_shares}
