@@ -187,15 +187,10 @@ class Streaming(_Base):
             if self._ranks is not None:
                 self._ranks.watch.doing(f"at step {self.state.global_step + 1}")
             group.run(
-                self.engine,
-                self.accelerator,
+                self,
                 lambda batch: step(model, batch, *args, **kwargs),
-                seed=self.args.seed,
-                number=self.state.global_step,
-                num_steps=self.state.max_steps,
                 only_loss=self._uses_only_loss,
                 before=self._passes_before(group),
-                traces=Traces(self),
             )
         return group.take()
 

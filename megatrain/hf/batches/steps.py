@@ -73,15 +73,10 @@ class StepGroup:
 
     def run(
         self,
-        engine: Engine,
-        accelerator: Any,
+        trainer: Any,
         step: Step,
         *,
-        seed: int,
-        number: int,
-        num_steps: int,
         only_loss: bool,
-        traces: Traces,
         before: Sequence[PassBefore] = (),
     ) -> None:
         """Run all batches forward and backward through the engine; with several ranks, each runs its own.
@@ -91,21 +86,19 @@ class StepGroup:
         through there.
 
         Args:
-            engine: The engine of the model.
-            accelerator: The accelerator whose `backward` the trainer's step calls.
+            trainer: The trainer, with its engine and its accelerator, whose `backward` its step calls. The
+                number of its optimizer step and its seed give each batch a seed of dropout, which is the same
+                in any lockstep and after a resume.
             step: The training step of the trainer.
-            seed: The seed of the run.
-            number: The number of the optimizer step; with `seed`, it gives each batch a seed of dropout,
-                which is the same in any lockstep and after a resume.
-            num_steps: The number of steps of the whole training.
             only_loss: Whether only the loss is used, as in `Engine.run_losses`.
-            traces: The traces of the calls in the trainer.
             before: The passes before the losses, as in `Engine.run_losses`, of this rank's batches; their
                 calls put their results into `inputs`.
 
         Raises:
             ConfigError: The ranks have read different batches, or hooks on gradients would see one twice.
         """
+        engine: Engine = trainer.engine
+        accelerator, number, traces = trainer.accelerator, trainer.state.global_step, Traces(trainer)
         hooked = engine.arrangement.binding.hooked
         if len(self.inputs) > len(self._batches) and hooked is not None:
             raise ConfigError(
@@ -114,7 +107,7 @@ class StepGroup:
                 "which the hook would see; use as many rows as make whole steps"
             )
         if self._ranks is not None:
-            ReadBatches(self._ranks, self._batches).require_same(number, num_steps)
+            ReadBatches(self._ranks, self._batches).require_same(number, trainer.state.max_steps)
         taken: list[Tensor] = []
         logged: dict[int, Tensor] = {}
 
@@ -131,7 +124,7 @@ class StepGroup:
             taken.append(loss / accelerator.gradient_accumulation_steps)
 
         calls = [_bound(call, index) for index in self.own]
-        seeds = [micro_batch_seed(seed, number, index) for index in self.own]
+        seeds = [micro_batch_seed(trainer.args.seed, number, index) for index in self.own]
         random = RandomState(engine.lanes.device)
         accelerator.backward = backward
         try:
