@@ -34,6 +34,7 @@ from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.meter import StepMeter
 from megatrain.stream.optimizer import StepHooks, StreamedOptimizer
+from megatrain.stream.parameter_groups import Grouping
 from megatrain.stream.report import StepReport
 from megatrain.stream.steps import PassBefore, Steps
 from megatrain.stream.together import Together
@@ -347,8 +348,7 @@ class Engine:
             kind,
             settings,
             max_grad_norm=max_grad_norm,
-            no_decay=no_decay,
-            groups=groups,
+            grouping=Grouping(no_decay, groups),
             seed=seed,
         )
         return self.optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.parts import OptimizerWork
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
 from megatrain.stream.forward.overrides import USE_OURS
-from megatrain.stream.parameter_groups import as_given, by_decay
+from megatrain.stream.parameter_groups import Grouping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +60,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         hyper: Mapping[str, Any],
         *,
         max_grad_norm: float | None,
-        no_decay: Iterable[str] | None,
-        groups: Sequence[Mapping[str, Any]] | None = None,
+        grouping: Grouping,
         seed: int = 0,
     ) -> None:
         """Allocate the planes, and the gradients too if clipping holds them back.
@@ -72,10 +71,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             hooks: What is called of the engine.
             optimizer: The optimizer, with its state in one format.
             hyper: The learning rate, the decay and the optimizer's own settings; what is left out is usual.
-            max_grad_norm: The norm to which gradients are clipped; this and what follows is as in
-                `Engine.make_optimizer`.
-            no_decay: Patterns of names.
-            groups: The groups of parameters.
+            max_grad_norm: The norm to which gradients are clipped; None: no clipping.
+            grouping: The grouping of the parameters.
             seed: The seed of stochastic rounding.
         """
         optimizer.require_elements("updates cut")
@@ -109,14 +106,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
         if not managed:
             raise ModelError("no parameter requires a gradient; nothing would be trained")
-        if groups is None:
-            made = by_decay(parameters, managed, weight_decay=weight_decay, no_decay=no_decay)
-        elif no_decay is not None:
-            raise ConfigError("groups and no_decay are both given; give each group its weight_decay")
-        else:
-            made = as_given(groups, parameters, managed, optimizer, weight_decay=weight_decay)
         self._is_made = False
-        super().__init__(made, hyper)
+        super().__init__(grouping.make(parameters, managed, optimizer, weight_decay), hyper)
         self._is_made = True
         self._group_of = {
             name: number for number, group in enumerate(self.param_groups) for name in group["names"]

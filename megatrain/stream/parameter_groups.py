@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
@@ -26,6 +27,30 @@ _AS_TORCH = {
 """What else a group of `torch.optim.AdamW` says, and the value of each that is what is done here."""
 _OF_KERNELS = ("foreach", "fused", "capturable", "names", "param_names", "initial_lr")
 """What says nothing of the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What says how parameters are grouped; nothing does: by whether they decay."""
+
+    no_decay: Iterable[str] | None = None
+    """Patterns of names of parameters without decay."""
+    groups: Sequence[Mapping[str, Any]] | None = None
+    """Groups as torch's optimizers take them."""
+
+    def make(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        trained: Mapping[str, Entry],
+        optimizer: Optimizer,
+        weight_decay: float,
+    ) -> list[Group]:
+        """Return the groups of the `trained` parameters; see `by_decay` and `as_given`."""
+        if self.groups is None:
+            return by_decay(parameters, trained, weight_decay=weight_decay, no_decay=self.no_decay)
+        if self.no_decay is not None:
+            raise ConfigError("groups and no_decay are both given; give each group its weight_decay")
+        return as_given(self.groups, parameters, trained, optimizer, weight_decay=weight_decay)
 
 
 def by_decay(
