@@ -76,7 +76,9 @@ class Engine:
         self.compiler = Compiler() if compiles else None
         self._settings = ExitStack()
         self._names = [name for name, _ in model.named_parameters()]
-        self._rows = self._settings.enter_context(binding.rows_shared(model, self.counts.swapped))
+        self._rows = self._settings.enter_context(
+            binding.rows_shared(model, partial(self.counts.add, "swapped_bytes"))
+        )
         """The rows of a step that ranks share out; None: each has whole ones."""
         self._model_forward = ModelForward(
             model,

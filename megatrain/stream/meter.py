@@ -26,29 +26,6 @@ from megatrain.stream.lanes import Record
 from megatrain.stream.report import StepReport, Work
 
 
-class Moved(NamedTuple):
-    """What had been moved by some moment, since attach."""
-
-    fetches: int
-    offloads: int
-    fetch_bytes: int
-    offload_bytes: int
-    update_bytes: int
-    saved_bytes: int
-    restored_bytes: int
-    drive_read_bytes: int
-    drive_write_bytes: int
-    gathered_bytes: int
-    exchanged_bytes: int
-    spread_bytes: int
-    chunked_tokens: int
-    swapped_bytes: int
-
-    def since(self, earlier: Moved) -> Moved:
-        """Return what was moved after `earlier`."""
-        return Moved(*(now - then for now, then in zip(self, earlier, strict=True)))
-
-
 class _Arranged(NamedTuple):
     """What of the engine's arrangement a step's report asks for."""
 
@@ -64,7 +41,8 @@ class _Step:
     """A step, as it goes along."""
 
     began_s: float
-    before: Moved
+    before: dict[str, int]
+    """What had been moved before, since attach."""
     records: list[Record]
     targets: list[int | Tensor]
     is_counted: bool
@@ -72,7 +50,7 @@ class _Step:
     batches: list[MicroBatchSize] = field(default_factory=list)
     arranged: _Arranged | None = None
     """Set when the engine goes on in another way."""
-    moved: Moved | None = None
+    moved: dict[str, int] | None = None
     """Set by `opt.step()`."""
     ended_s: float = 0.0
 
@@ -127,7 +105,8 @@ class StepMeter:
     def stepped(self) -> None:
         """Take note that the optimizer has taken the step: it is complete."""
         if self._open is not None:
-            self._open.moved = self._moved().since(self._open.before)
+            before = self._open.before
+            self._open.moved = {name: now - before[name] for name, now in self._moved().items()}
 
     def drop(self) -> None:
         """Forget a step whose gradients were dropped."""
@@ -168,25 +147,14 @@ class StepMeter:
         self._open.end(self.take())
         self._last, self._open = self._open, None
 
-    def _moved(self) -> Moved:
-        counts, offloaded = self._arrangement.counts, self._arrangement.offloaded
+    def _moved(self) -> dict[str, int]:
+        """Return what has been moved since attach, by the names of `StepReport`; tokens in chunks too."""
+        offloaded = self._arrangement.offloaded
         recalled, stowed = offloaded.drive_bytes
-        return Moved(
-            counts.fetches,
-            counts.offloads,
-            counts.fetch_bytes,
-            counts.offload_bytes,
-            counts.update_bytes,
-            offloaded.saved_bytes,
-            offloaded.restored_bytes,
-            counts.drive_read_bytes + recalled,
-            counts.drive_write_bytes + stowed,
-            counts.gathered_bytes,
-            counts.exchanged_bytes,
-            counts.spread_bytes,
-            counts.chunked_tokens,
-            counts.swapped_bytes,
-        )
+        moved: dict[str, int] = dict(vars(self._arrangement.counts))
+        moved["drive_read_bytes"] += recalled
+        moved["drive_write_bytes"] += stowed
+        return {**moved, "saved_bytes": offloaded.saved_bytes, "restored_bytes": offloaded.restored_bytes}
 
     # -- the report ------------------------------------------------------------------------------------------
 
@@ -217,9 +185,9 @@ class StepMeter:
         for wait in sorted(waited, key=lambda wait: wait.seconds, reverse=True):
             name = f"{wait.cause.waiting.value}<-{wait.cause.owner.value} {wait.cause.buffer}"
             waits[name] = waits.get(name, 0.0) + wait.seconds
-        model_flops, hardware_flops = self._count(step.batches, arranged, moved.chunked_tokens)
+        model_flops, hardware_flops = self._count(step.batches, arranged, moved["chunked_tokens"])
         return StepReport(
-            **{name: value for name, value in moved._asdict().items() if name != "chunked_tokens"},
+            **{name: value for name, value in moved.items() if name != "chunked_tokens"},
             seconds=step.ended_s - step.began_s,
             lane_seconds={lane.value: work.busy_s(lane) for lane in work.lanes},
             waits=dict(sorted(waits.items(), key=lambda item: item[1], reverse=True)),

@@ -24,7 +24,6 @@ from megatrain.plan.program.operations import Work
 from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import check_updates
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.execute.gradients import Gradients
 from megatrain.stream.execute.parts import OptimizerWork
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
 from megatrain.stream.forward.overrides import USE_OURS
@@ -245,18 +244,20 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"{USE_OURS}"
             )
 
-    def _settle_norm(self, stats: StepStats, gradients: Gradients, blocks: Sequence[int]) -> None:
-        try:
-            norm = global_norm(gradients.sums(blocks))
-        except BaseException as error:
-            stats.fail(error)
-            raise
-        self.num_skipped += stats.can_skip and not math.isfinite(norm)
-        stats.settle(norm)
-
-    def _norm(self, norm: StepStats, blocks: Sequence[int]) -> Work:
+    def _norm(self, stats: StepStats, blocks: Sequence[int]) -> Work:
         """Return what makes the norm of the gradients of `blocks` known."""
-        return partial(self._settle_norm, norm, self._executor.gradients, blocks)
+        gradients = self._executor.gradients
+
+        def work() -> None:
+            try:
+                norm = global_norm(gradients.sums(blocks))
+            except BaseException as error:
+                stats.fail(error)
+                raise
+            self.num_skipped += stats.can_skip and not math.isfinite(norm)
+            stats.settle(norm)
+
+        return work
 
     def _update(
         self, groups: Sequence[Mapping[str, Any]], waits_for: StepStats | None, operation: StateUpdate
@@ -267,9 +268,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return BlockUpdate(executor, operation, ranges, waits_for, self._max_grad_norm).run
 
     def _update_at_once(self, operation: StateUpdate) -> Work:
-        present = self._executor.gradients.present[operation.block]
-        ranges = partial(self.ranges, operation.block, self._snapshot(), present)
-        return BlockUpdate(self._executor, operation, ranges, None, None).run
+        return self._update(self._snapshot(), None, operation)
 
     def _snapshot(self) -> list[dict[str, Any]]:
         """Copy the hyper-parameters as they are now: a scheduler may change them before an update runs."""

@@ -369,7 +369,7 @@ class Executor:
             self.gradients.leave_round(block, ring)
         if is_last:
             self._ring = (ring + 1) % gradients.buffers.num_buffers
-            if not gradients.is_filled(ring):
+            if not gradients.is_filled[ring]:
                 self._foresight.drop_ends(block)
 
     def _matches(self, operation: BlockPass, visit: BlockVisit, is_backward: bool) -> bool:
@@ -421,7 +421,7 @@ class Executor:
         if unfinished:
             self.gradients.prepare(adds_up=True, num_rounds=2)
         for operation in unfinished:
-            if self.gradients.is_filled(operation.gradient_buffer):
+            if self.gradients.is_filled[operation.gradient_buffer]:
                 self.run(offload_of_sum(self.spec, operation))
 
     def _advance(self, *, ends_round: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 from megatrain.plan.program.features.roles import BlockPass, SumTaken
@@ -80,9 +80,9 @@ class Foresight:
         while self._pending and self._pending[0].ends_gradient:
             assert self._pending.popleft().block == block
 
-    def drop_copies(self, is_filled: Callable[[int], bool]) -> list[SumTaken]:
+    def drop_copies(self, is_filled: Sequence[bool]) -> list[SumTaken]:
         """Forget the program; return what of it takes sums from the gradient buffers that are filled."""
         taken = [cast(SumTaken, operation) for operation in self._pending if operation.takes_sum]
-        copies = [operation for operation in taken if is_filled(operation.gradient_buffer)]
+        copies = [operation for operation in taken if is_filled[operation.gradient_buffer]]
         self.forget()
         return copies

@@ -50,7 +50,8 @@ class Gradients:
         self._lanes = lanes
         self._host = host
         self.buffers = buffers
-        self._is_filled = [False] * buffers.num_buffers
+        self.is_filled = [False] * buffers.num_buffers
+        """By buffer of the ring: whether it holds a part of its block's gradient."""
         self.run_sums = RunSums(len(host.blocks))
         num_blocks = len(host.blocks)
         sums = torch.zeros(pools.square_sums(num_blocks), dtype=torch.uint8, device=lanes.device)
@@ -69,7 +70,7 @@ class Gradients:
         """Forget the step's gradients."""
         self.homes = [Home.NONE] * len(self.homes)
         self._is_home = [False] * len(self.homes)
-        self._is_filled = [False] * self.buffers.num_buffers
+        self.is_filled = [False] * self.buffers.num_buffers
         self.present = [set() for _ in self.present]  # what is enqueued keeps those of its step
         self.run_sums.clear()
 
@@ -92,8 +93,8 @@ class Gradients:
         """Put one backward's gradients of a streamed block, or a part of them, into its gradient buffer."""
         block, buffer = operation.block, operation.gradient_buffer
         with self._lanes.using(Lane.COMPUTE, writes=operation.writes):
-            adds, height = self._sum_of(block, buffer, operation.micro_batch, self._is_filled[buffer])
-            self._is_filled[buffer] = True
+            adds, height = self._sum_of(block, buffer, operation.micro_batch, self.is_filled[buffer])
+            self.is_filled[buffer] = True
             views = self.buffers.views(block, buffer, is_sum=not operation.is_single, height=height)
             # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
             missing = -0.0 if operation.visit.sums_on_host else 0.0
@@ -119,7 +120,7 @@ class Gradients:
         with self._lanes.using(Lane.COMPUTE, writes=[gradients_buffer(block, gradient_buffer)]):
             self.run_sums.leave(block, partial(self.buffers.sums, block, gradient_buffer))
         if gradient_buffer >= 0:
-            self._is_filled[gradient_buffer] = True
+            self.is_filled[gradient_buffer] = True
         else:
             self.homes[block] = Home.DEVICE
 
@@ -172,10 +173,6 @@ class Gradients:
             self.shared.exchange, block, *sums, present, joined=operation.sums, completes=completes
         )
 
-    def is_filled(self, gradient_buffer: int) -> bool:
-        """Whether a buffer of the ring holds a part of its block's gradient."""
-        return self._is_filled[gradient_buffer]
-
     def waits(self, block: int) -> bool:
         """Whether a block's gradient waits on the device."""
         return self.homes[block] is Home.WAITING
@@ -193,7 +190,7 @@ class Gradients:
 
     def load(self, operation: Load) -> Work:
         """Return the copy of what earlier backwards added up into a gradient buffer, as fp32 (fetch lane)."""
-        self._is_filled[operation.gradient_buffer] = True
+        self.is_filled[operation.gradient_buffer] = True
         state = self._host.blocks[operation.block]
         edge = state.layout.num_split
         if self.has_runs:
@@ -330,7 +327,7 @@ class Gradients:
     def empty(self, gradient_buffer: int) -> None:
         """Note that a buffer of the ring, if it is one, holds nothing from now on."""
         if gradient_buffer >= 0:
-            self._is_filled[gradient_buffer] = False
+            self.is_filled[gradient_buffer] = False
 
     def settle_offload(self, operation: Offload) -> None:
         """Note where an offload puts a block's gradient."""

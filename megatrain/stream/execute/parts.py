@@ -27,22 +27,7 @@ class OptimizerWork(NamedTuple):
 
 
 class ActivationCopies(Protocol):
-    """What operations and the executor need of the activations that wait on the host."""
-
-    def key_of(self, block: int, micro_batch: int) -> int:
-        """Return the key of the newest visit of a block and a micro-batch."""
-
-    def flush(self, key: int) -> None:
-        """Enqueue the copy of what a visit has saved to the host."""
-
-    def stow(self, key: int, what: str) -> None:
-        """Enqueue the write of it to the drives."""
-
-    def recall(self, key: int) -> None:
-        """Enqueue the read of it from the drives."""
-
-    def prefetch(self, key: int) -> None:
-        """Enqueue the copy of it back to the device."""
+    """What the executor needs of the activations that wait on the host; operations call more methods."""
 
     def sweep(self) -> None:
         """Drop what nobody will ask for: a backward is over."""
@@ -81,10 +66,6 @@ class Counts:
     def add(self, moves: str, nbytes: int) -> None:
         """Take note of what an operation moves, by `Operation.moves`."""
         setattr(self, moves, getattr(self, moves) + nbytes)
-
-    def swapped(self, nbytes: int) -> None:
-        """Take note of bytes that were given to them."""
-        self.swapped_bytes += nbytes
 
 
 @dataclass

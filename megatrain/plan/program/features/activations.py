@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_ACTIVATION_STAGING
@@ -28,6 +28,9 @@ class _OfVisit(Operation):
     activation_staging: int = -1
     """Host buffer through which what waits on drives passes; -1: it waits in RAM."""
 
+    way: ClassVar[str]
+    """The method of the engine's activations that moves it."""
+
     @property
     def _at_home(self) -> Buffer:
         """Name the host buffer with what the visit has saved."""
@@ -46,6 +49,7 @@ class _OfVisit(Operation):
 
     def move(self, activations: Any, key: int) -> None:
         """Move what the visit of a key has saved."""
+        getattr(activations, self.way)(key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +57,11 @@ class Save(_OfVisit):
     """Copy a visit's saved activations to the host."""
 
     label, lane, moves, rate = "save", Lane.SAVE, "saved_bytes", "down_s"
+    way = "flush"
 
     def touches(self) -> Touched:
         """From what leaves the device to where it waits, or passes."""
         return (("leaving", self.saved % 2),), (self._at_home,)
-
-    def move(self, activations: Any, key: int) -> None:
-        """Enqueue the copy."""
-        activations.flush(key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +84,11 @@ class Recall(_OfVisit):
     """Read it back, ahead of its copy to the device."""
 
     label, lane, moves, rate = "recall", Lane.RECALL, "drive_read_bytes", "read_s"
+    way = "recall"
 
     def touches(self) -> Touched:
         """From the room on the drives to the host buffer."""
         return (("scratch", self.saved),), (self._at_home,)
-
-    def move(self, activations: Any, key: int) -> None:
-        """Enqueue the read."""
-        activations.recall(key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,14 +99,11 @@ class Restore(_OfVisit):
     """One of two places on the device."""
 
     label, lane, moves, rate = "restore", Lane.RESTORE, "restored_bytes", "up_s"
+    way = "prefetch"
 
     def touches(self) -> Touched:
         """From where they wait, or pass, to where they arrive."""
         return (self._at_home,), (("arriving", self.arrival),)
-
-    def move(self, activations: Any, key: int) -> None:
-        """Enqueue the copy."""
-        activations.prefetch(key)
 
 
 class Saving:
