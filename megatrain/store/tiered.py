@@ -38,7 +38,7 @@ class BlockStateOnDrives(BlockState):
             self.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Tensor:
-        raise AssertionError(f"{name} of a block on the drives: use HostState.borrow")
+        raise AssertionError(f"{name} of the block is on the drives; use HostState.borrow")
 
 
 class _Filling(NamedTuple):

@@ -160,8 +160,8 @@ def _names(
     value = param[1] if isinstance(param, tuple) else param
     if id(value) not in names_of:
         raise ConfigError(
-            f"group {number} of parameters has one that is none of the model's ({type(value).__name__}); "
-            "make groups of model.named_parameters(), or of patterns of names"
+            f"group {number} of parameters has a parameter that is none of the model's "
+            f"({type(value).__name__}); make groups of model.named_parameters(), or of patterns of names"
         )
     return [names_of[id(value)]]
 

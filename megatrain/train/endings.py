@@ -70,7 +70,7 @@ def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
         if is_alone:
             for each in numbers:  # a closed terminal may signal twice, and means one stop
                 signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else previous[each])
-        _log.warning("asked to stop: finishing the step, then saving")
+        _log.warning("the run is asked to stop: it finishes the step and saves")
 
     for number in numbers:
         signal.signal(number, handle)

@@ -240,7 +240,7 @@ def scheduled(model: Any) -> tuple[Any, Any]:
         (
             StreamingTrainer,
             lambda model: {"optimizers": (torch.optim.AdamW(tiny().parameters()), None)},
-            r"group 0 of parameters has one that is none of the model's \(Parameter\)",
+            r"group 0 of parameters has a parameter that is none of the model's \(Parameter\)",
         ),
         (
             StreamingTrainer,

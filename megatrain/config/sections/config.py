@@ -96,7 +96,7 @@ class OptimConfig(Section):
     name: Annotated[str, one_of(*OPTIMIZERS)] = DEFAULT.name
     """The optimizer that trains: what each keeps and computes is in docs/training.md."""
     state: Annotated[str, one_of(*STATES)] = DEFAULT.state
-    """What the optimizer's state is kept in. Of AdamW's two moments `fp32` is exact: 12 bytes per parameter
+    """The format of the optimizer's state. Of AdamW's two moments `fp32` is exact: 12 bytes per parameter
     in all. Not exact: `bf16` (stochastic rounding; 8 bytes) and `int8` (block-wise codes; 6.03 bytes). Other
     optimizers have formats of their own."""
     schedule: Schedule = "cosine"
@@ -138,13 +138,13 @@ _ACTIVATIONS = f"What stays of a layer until its backward: {_STAYS}. `auto` = fo
 
 
 class MemoryConfig(Section):
-    """Where memory goes, and how much. What is not given is planned; `memory: auto` plans everything."""
+    """These settings say where memory goes. What is not given is planned; `memory: auto` plans all."""
 
     num_slots: Count | None = None
     """Device buffers of one block each. null = as planned: 2 or more overlap copies with compute."""
     activations: Annotated[str, one_of("auto", *POLICIES), Field(description=_ACTIVATIONS)] = "auto"
     boundaries: Annotated[str, one_of("auto", *BOUNDARIES)] = "auto"
-    """Where the inputs of recomputed layers wait for the backward. `nvme` = on the drives of
+    """The place where inputs of recomputed layers wait for the backward. `nvme` = on the drives of
     `memory.tiers`, where then also goes what `activations: offload` saves."""
     fragments: bool | Literal["auto"] = "auto"
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
@@ -153,15 +153,15 @@ class MemoryConfig(Section):
     lockstep: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = as planned."""
     gradients: Annotated[str, one_of(*GRADIENTS, "auto")] = "auto"
-    """Where complete gradients wait for the norm, in a run that clips. `device` = in spare device memory, and
-    `nvme` = on the drives of `memory.tiers`, which saves the host 2 bytes per parameter; `auto` = for each
-    layer as planned: in RAM, then in spare device memory, and on drives what fits into neither."""
+    """The place where complete gradients wait for the norm, in a run that clips. `device` = in spare device
+    memory, and `nvme` = on the drives of `memory.tiers`, which saves the host 2 bytes per parameter; `auto` =
+    for each layer as planned: in RAM, then in spare device memory, and on drives what fits into neither."""
     sums: Annotated[str, one_of(*SUMS, "auto")] = "auto"
-    """Where gradients add up over the rounds of a step (`memory.lockstep` micro-batches each). `device` = the
-    fp32 sum so far is copied there and back; `host` = each gradient after the first round is copied home by
-    itself, and the host adds it: fewer bytes on the link, more work for the host, the same bits. `nvme` = as
-    `device`, but the sums wait on the drives of `memory.tiers` in between, which in bf16 saves the host 4
-    bytes per parameter, and writes and reads as many in each round but the last."""
+    """The place where gradients add up over the rounds of a step (`memory.lockstep` micro-batches each).
+    `device` = the fp32 sum so far is copied there and back; `host` = each gradient after the first round is
+    copied home by itself, and the host adds it: fewer bytes on the link, more work for the host, the same
+    bits. `nvme` = as `device`, but the sums wait on the drives of `memory.tiers` in between, which in bf16
+    saves the host 4 bytes per parameter, and writes and reads as many in each round but the last."""
     num_gradient_buffers: Count | None = None
     """Device buffers in which a streamed layer's gradient adds up. null = as planned."""
     head_chunk_tokens: Annotated[int, Field(ge=0)] = 0
@@ -183,7 +183,7 @@ class MemoryConfig(Section):
     """Start a run though it will use up the rated endurance of its drives before it ends. false = such a run
     does not start (exit code 9), and what would spare the drives is said."""
     on_mismatch: Literal["warn", "stop"] = "warn"
-    """What to do if the first step has allocated other bytes than planned: go on with a warning, or stop."""
+    """The action if the first step has allocated other bytes than planned: go on with a warning, or stop."""
 
     @property
     def drives(self) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ class CheckpointConfig(Section):
 
 
 class HardwareConfig(Section):
-    """What is known of the machine, and wished for it; nothing here is changed by megatrain."""
+    """These settings describe the machine; megatrain changes nothing of it."""
 
     power_cap: Rate | None = None
     """Watts that the device should take at most. A run compares the device's limit with it and says which

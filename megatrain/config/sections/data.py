@@ -146,7 +146,7 @@ def _eval_sources(value: object) -> object:
 
 
 class DataConfig(Section):
-    """Where rows come from, what they hold, and how they become batches."""
+    """These settings say where rows come from, what they hold, and how they become batches."""
 
     path: Sources
     """Files (`.txt .jsonl .json .csv .tsv .parquet .arrow`), directories of them or of a saved dataset,
@@ -157,7 +157,7 @@ class DataConfig(Section):
     """Entries of the `dataset_info.json` that `data.path` is, or that lies in it, such as
     `identity, alpaca_en_demo`."""
     format: Format = "auto"
-    """What a row holds. `auto` = as its columns say; the log names what was found."""
+    """The kind of rows. `auto` = as their columns say; the log names what was found."""
     columns: Columns = Field(default={})
     """Columns that have other names than the format's own: `{instruction: question, output: answer}`."""
     tags: Tags = Field(default={})
@@ -177,8 +177,8 @@ class DataConfig(Section):
     max_samples: Count | None = None
     """Most examples to take of each source: the first usable ones. null = all."""
     on_bad_row: Annotated[str, one_of("drop", "stop")] = "drop"
-    """What a row does that cannot be used: `drop` leaves it out, counted by reason, with file and row of the
-    first ones in the log; `stop` ends the run with its file, row and reason."""
+    """The consequence of a row that cannot be used: `drop` leaves it out, counted by reason, with file and
+    row of the first ones in the log; `stop` ends the run with its file, row and reason."""
     mixture_ends: Annotated[str, one_of("all_exhausted", "first_exhausted")] = "all_exhausted"
     """When a pass over weighted sources ends: when each has been read to its end (smaller ones start over
     before), or when the first has."""
@@ -214,12 +214,12 @@ class DataConfig(Section):
     train_on_reasoning: bool = True
     """Train on what the assistant thinks before it answers, where the chat template shows it."""
     too_long: Annotated[str, one_of("auto", "split", "truncate", "drop")] = "auto"
-    """What becomes of an example longer than `data.seq_len`: `split` into pieces that do not see each other,
+    """The treatment of an example longer than `data.seq_len`: `split` into pieces that do not see each other,
     `truncate` at its end, or `drop`. `auto` = text is split, all else truncated."""
     packing: Annotated[str, one_of("auto", "join", "best_fit", "pad")] = "auto"
-    """How examples share a sequence. `join` = one after the other without a gap, cut anywhere, seeing each
-    other; for text only. `best_fit` = whole, as many as fit, none seeing another. `pad` = one each. `auto` =
-    `join` for text, else `best_fit`, or `pad` if the model cannot keep examples apart."""
+    """The way in which examples share a sequence. `join` = one after the other without a gap, cut anywhere,
+    seeing each other; for text only. `best_fit` = whole, as many as fit, none seeing another. `pad` = one
+    each. `auto` = `join` for text, else `best_fit`, or `pad` if the model cannot keep examples apart."""
     workers: Count = 1
     """Processes that tokenise the data."""
     cache: LocalPath | None = None

@@ -31,7 +31,7 @@ class EvalConfig(Section):
     patience: Count | None = None
     """Stop after this many evaluations in a row that were no better than the best one. null = never."""
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """By how much the loss must be below the best one to be better."""
+    """The amount by which the loss must be below the best one to be better."""
     prompts: Annotated[tuple[Name, ...], BeforeValidator(as_tuple), reads_as("a list of texts")] = ()
     """Texts that the model continues at each evaluation, with the likeliest token each time."""
     chat: bool = False

@@ -40,7 +40,7 @@ Address = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$"), reads_as("
 
 
 class LogConfig(Section):
-    """What is shown, recorded and told."""
+    """These settings say what is shown, recorded and told."""
 
     every: Count = 1
     """Steps between rows of `metrics.jsonl` and progress updates."""
@@ -48,7 +48,7 @@ class LogConfig(Section):
     """A bar, plain lines (the first and the last step, and one every 10 s), or neither. `auto` = a bar on a
     terminal, lines elsewhere."""
     to: Annotated[tuple[Name, ...], BeforeValidator(as_tuple), reads_as("a list of names")] = ()
-    """Where else to log, by the names of transformers' integrations: `tensorboard`, `wandb`, `trackio`,
+    """Other places to log to, by the names of transformers' integrations: `tensorboard`, `wandb`, `trackio`,
     `mlflow` and others, each with its package installed."""
     report: bool = True
     """Write `report.html` when the run ends, however it ends, if the extra `report` is installed (5 MB)."""

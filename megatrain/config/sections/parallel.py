@@ -15,7 +15,7 @@ PowerOfTwo = Annotated[Count, AfterValidator(power_of_two), reads_as("a power of
 
 
 class ParallelConfig(Section):
-    """How a step is cut into parts that may be computed apart."""
+    """These settings say how a step is cut into parts that may be computed apart."""
 
     shards: PowerOfTwo | None = None
     """Runs of a step: contiguous, equally long pieces of its `train.grad_accumulation` micro-batches; a power

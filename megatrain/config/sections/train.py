@@ -19,7 +19,7 @@ class TrainConfig(Section):
 
     loss: Annotated[str, one_of(*OBJECTIVES)] = Field(
         default=DEFAULT.name,
-        description=f"What is learnt: {', '.join(_LEARNS[:-1])}, or {_LEARNS[-1]}; see `preference`.",
+        description=f"The objective: {', '.join(_LEARNS[:-1])}, or {_LEARNS[-1]}; see `preference`.",
     )
     steps: Count | None = None
     """Optimizer steps. null = `train.epochs`."""
@@ -51,7 +51,7 @@ class TrainConfig(Section):
     deterministic forms, attention is flash and not cuDNN, and one that has no such form stops the run. Slower
     on a GPU, as `megatrain plan` says; no difference on a CPU."""
     on_spike: Literal["warn", "skip", "stop"] = "warn"
-    """What to do when the loss jumps: above the median of the last 64 steps by more than a tenth, and by
+    """The action when the loss jumps: above the median of the last 64 steps by more than a tenth, and by
     more than 8 robust standard deviations. `warn` says so, `skip` makes no update, `stop` ends the run (exit
     code 5)."""
     compile: Literal["auto", "on", "off"] = "auto"

@@ -114,7 +114,9 @@ class Rendering:
             self._plain = _compile_jinja_template(source)
             self._named, self.has_generation = name_owners(self._plain.environment, source)
         except TemplateError as error:
-            raise ConfigError(f"the chat template is not one: {error}; check data.chat_template") from error
+            raise ConfigError(
+                f"the chat template cannot be read: {error}; check data.chat_template"
+            ) from error
         self.source = source
         self._variables = {**special_tokens, "strftime_now": datetime.combine(day, time()).strftime}
         self.bos, self.eos = (str(special_tokens.get(name) or "") for name in ("bos_token", "eos_token"))

@@ -309,7 +309,7 @@ def test_the_day_of_a_template_stays(tokenizer: Any) -> None:
 
 
 def test_template_that_is_none_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match="the chat template is not one"):
+    with pytest.raises(ConfigError, match="the chat template cannot be read"):
         recipe(tokenizer, "{% for %}").make()
 
 
