@@ -243,7 +243,7 @@ def load_measured(file: Path, *, machine: Mapping[str, Any], drive: str) -> Hard
         return None
     kept = read_json(file, source=str(file))
     if not isinstance(kept, dict) or "spec" not in kept:
-        raise ConfigError(f"{file}: not what doctor --bench keeps; remove it and run doctor --bench again")
+        raise ConfigError(f"{file} is not what doctor --bench keeps; remove it and run doctor --bench again")
     if kept.get("machine") != dict(machine):
         return None
     spec = parse_machine(kept["spec"], source=str(file))

@@ -97,7 +97,7 @@ def choose_split(loaded: Any, split: str | None, path: str) -> Any:
         "train" if "train" in loaded else str(next(iter(loaded))) if len(loaded) == 1 else None
     )
     if wanted is None:
-        raise DataError(f"{path}: has the splits {names}; choose one with data.split")
+        raise DataError(f"{path} has the splits {names}; choose one with data.split")
     if wanted not in loaded:
         raise DataError(f"{path}: no split {wanted}; it has {names}; check data.split")
     return loaded[wanted]

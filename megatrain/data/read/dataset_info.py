@@ -43,7 +43,7 @@ def entry_of(source: SourceConfig) -> SourceConfig:
     except ValueError as error:
         raise DataError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise DataError(f"{file}: expected an object of entries, each an object")
+        raise DataError(f"{file} must be an object of entries, each of which is an object")
     if source.dataset is None:
         raise DataError(f"{file} has {len(entries)} entries; choose with data.dataset: {_some(entries)}")
     if source.dataset not in entries:
@@ -64,7 +64,7 @@ def entry_of(source: SourceConfig) -> SourceConfig:
         return SourceConfig(**(found | {key: value for key, value in own.items() if key != "path"}))
     except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
         raise DataError(
-            f"{where}: not as LLaMA-Factory has it ({' '.join(str(error).split())[:200]})"
+            f"{where} is not as LLaMA-Factory has it ({' '.join(str(error).split())[:200]})"
         ) from error
 
 

@@ -92,7 +92,7 @@ class _Text:
             except UnicodeDecodeError as error:
                 line = self._place(len(self._buffer))[0] + error.object.count(b"\n", 0, error.start)
                 raise DataError(
-                    f"{self._path}, line {line}: not valid UTF-8 (0x{error.object[error.start]:02x}, "
+                    f"{self._path}, line {line} is not valid UTF-8 (0x{error.object[error.start]:02x}, "
                     f"{error.reason}); convert the file to UTF-8"
                 ) from error
             if new:

@@ -543,7 +543,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "an array that is not UTF-8": (
         "a.json",
         b'[{"text": "x"},\n{"text": "\xe9"}]',
-        "line 2: not valid UTF-8",
+        "line 2 is not valid UTF-8",
     ),
     "an object over many lines": ("a.json", b'{\n  "text": "x"\n}\n', "line 1: not valid JSON"),
     "UTF-16": ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "a.jsonl is UTF-16, and text is read as UTF-8"),

@@ -200,7 +200,7 @@ def test_a_hub_dataset_is_loaded_by_its_names(
         "revision": read_at,
     }
     with pytest.raises(
-        DataError, match=r"owner/chats: has the splits train_sft, gen; choose one with data.split"
+        DataError, match=r"owner/chats has the splits train_sft, gen; choose one with data.split"
     ):
         answers("owner/chats", revision=revision, streaming=streaming)
 
