@@ -47,8 +47,9 @@ class Guard:
         """Prepare the thread; `start` starts it.
 
         Args:
-            timeout_s: After which silence is too long; more than a quarter of it at once was a stop.
-            look: Is called all the time with the seconds since `come_round`; it must ask nobody.
+            timeout_s: The time after which silence is too long; more than a quarter of it at once was a stop.
+            look: The function that is called all the time with the seconds since `come_round`; it must ask
+                nobody.
         """
         self.clock = RunningClock(timeout_s / 4)
         self._look = look

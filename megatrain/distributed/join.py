@@ -45,8 +45,8 @@ class Places:
         """Take as many as can share out a step's runs, those of one node first.
 
         Args:
-            num_processes: On all nodes.
-            num_local: On each.
+            num_processes: The number of processes on all nodes.
+            num_local: The number of processes on each node.
             shards: `parallel.shards`; None: as many as ranks.
 
         Raises:
@@ -96,7 +96,7 @@ def join(
             in it.
         timeout_s: The time limit, as in `Ranks`; joining takes no longer either.
         shards: The number of shards of a row, as in `Places.of`.
-        say: Is told once which processes are not needed.
+        say: The function that is told once which processes are not needed.
         device: The device on which the run computes, by `train.device`.
 
     Raises:

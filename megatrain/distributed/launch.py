@@ -59,7 +59,7 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """Of the command: that of the first rank that has one of its own."""
+        """The exit code of the command: that of the first rank that has one of its own."""
         if not self.codes:
             return 0
         if self.own_code is not None:
@@ -89,8 +89,8 @@ def run_ranks(
         num_ranks: The number of ranks: a power of two.
         arguments: The arguments of the command line, without the number of ranks.
         least: So many take part in every micro-batch: fewer cannot run.
-        again: Returns the arguments with which the run goes on.
-        tell: Is told how ranks have ended, and how many go on: 0, if none do.
+        again: The function that returns the arguments with which the run goes on.
+        tell: The function that is told how ranks have ended, and how many go on: 0, if none do.
     """
     with _stopping() as stop:
         while True:

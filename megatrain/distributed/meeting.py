@@ -91,10 +91,11 @@ def meet(store: Store, mine: Comer, rank: int, size: int, local_size: int) -> Me
         mine: This process.
         rank: The rank of this process.
         size: The number of all processes.
-        local_size: On each node.
+        local_size: The number of processes on each node.
 
     Raises:
-        ConfigError: One has not come in the time that the store waits, or has a problem, or another version.
+        ConfigError: A process has not come in the time that the store waits, or has a problem, or another
+            version.
     """
     store.set(_came(rank), json.dumps(asdict(mine)))
     try:

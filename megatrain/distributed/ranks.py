@@ -62,7 +62,7 @@ class Ranks:
             backend: The backend of their exchanges, such as `backend_of` returns; None: the default one.
 
         Raises:
-            ConfigError: They are no power of two, or the nodes are not as said.
+            ConfigError: The ranks are no power of two, or the nodes are not as said.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.gathers = False
@@ -235,9 +235,9 @@ class Ranks:
         whatever the device still has to do before, and end the communicator of one that takes longer.
 
         Args:
-            lane: In which.
+            lane: The name of the lane in which the works run.
             device: The device on which the works' tensors are.
-            begin: Returns works of one backend.
+            begin: The function that begins works of one backend, and returns them.
 
         Raises:
             RankError: A rank is missing.
@@ -260,7 +260,8 @@ class Ranks:
         """Bring what each node has to the others, between the ranks that have the same place on their nodes.
 
         Args:
-            parts: By node, tensors on the CPU: those of the own node are sent, and those of others filled.
+            parts: The tensors on the CPU, by node: those of the own node are sent, and those of others
+                filled.
         """
         sent = [
             (part.view(torch.uint8), node * self.local_size + self.local_rank)

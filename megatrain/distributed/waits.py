@@ -39,13 +39,13 @@ class Wait(NamedTuple):
 
 
 class Waits:
-    """Those of one rank; every thread may call."""
+    """The waits of one rank; every thread may call."""
 
     def __init__(self, clock: RunningClock) -> None:
         """Count none so far.
 
         Args:
-            clock: Tells how long they take.
+            clock: The clock that tells how long they take.
         """
         self.calls: Counter[str] = Counter()
         """By lane, how many there were."""

@@ -73,8 +73,8 @@ class Watch:
 
         Args:
             store: The store that all ranks reach; the watch has this connection for itself.
-            rank: Whose watch it is.
-            size: Number of ranks.
+            rank: The rank whose watch it is.
+            size: The number of ranks.
             timeout_s: The time for which a rank may be silent, or keep others waiting.
         """
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
@@ -142,8 +142,9 @@ class Watch:
         """Let the others know what this rank does from now on.
 
         Args:
-            what: In a few words.
-            prepares: It may take any time, and keep others waiting, as long as this process lives.
+            what: A description of it in a few words.
+            prepares: A claim that it may take any time, and keep others waiting, as long as this process
+                lives.
         """
         self._doing, self._is_preparing = what, prepares
 
@@ -189,8 +190,8 @@ class Watch:
         """Let the others know that a device waits for them, where the host does not.
 
         Args:
-            lane: To which `waiting` has just come.
-            is_done: Whether the device has got through it; any thread may call.
+            lane: The lane to which `waiting` has just come.
+            is_done: The function that says whether the device has got through it; any thread may call.
         """
         self._waits.launched(lane, is_done)
 
