@@ -147,7 +147,7 @@ def check_accelerator(name: str) -> torch.device:
     """Return the device that a name like `cuda` or `cuda:1` stands for; the current one without a number.
 
     Raises:
-        ConfigError: It is not in the table, or not in this computer.
+        ConfigError: The device is not in the table, or not in this computer.
     """
     import torch
 
@@ -173,7 +173,7 @@ def rank_kind(name: str) -> str | None:
         name: The device's name, as in `check_accelerator`, or `auto`; others are the CPU's.
 
     Raises:
-        ConfigError: One of them is named.
+        ConfigError: The name is that of one accelerator, by its number.
     """
     kind, _, index = name.partition(":")
     kind = (accelerator() or "cpu") if kind == "auto" else kind
@@ -215,7 +215,7 @@ def own_index(kind: str, seen: Sequence[Sequence[str]], place: int) -> int:
 
     Args:
         kind: The kind of the accelerators.
-        seen: By process, the `identities` of those that it sees.
+        seen: The `identities` of the accelerators that each process sees, by process.
         place: The process's place among those of the computer.
 
     Raises:

@@ -41,7 +41,7 @@ def physical_cores(cpus: Iterable[int], system: Path = SYSTEM) -> list[list[int]
     """Group CPUs by core: threads of one core share its units and its way to memory.
 
     Args:
-        cpus: By number.
+        cpus: The numbers of the CPUs.
         system: The directory in which the kernel describes the CPUs.
 
     Returns:

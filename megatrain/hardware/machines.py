@@ -71,7 +71,7 @@ def read_json(path: Path, *, source: str) -> object:
     """Read a JSON file in which no key is given twice.
 
     Raises:
-        ConfigError: It cannot be read, or is not such a file.
+        ConfigError: The file cannot be read, or is not such a file.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)

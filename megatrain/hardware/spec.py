@@ -139,7 +139,7 @@ class HardwareSpec:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Of host memory, all nodes together."""
+        """The rate of host memory, of all nodes together."""
         return sum(node.bytes_per_s for node in self.memory)
 
     @property
