@@ -87,7 +87,8 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
 
     Args:
         model: A Hugging Face model.
-        fragments: Split each layer into its large parts, where it has several and no parameter of its own.
+        fragments: A claim that each layer is split into its large parts, where it has several and no
+            parameter of its own.
 
     Raises:
         ModelError: The model has no list of decoder layers.

@@ -34,7 +34,7 @@ def refuse_encoder(config: PretrainedConfig) -> None:
         config: The configuration of a causal language model as transformers names it; it is not changed.
 
     Raises:
-        ModelError: It is that of an encoder.
+        ModelError: The configuration is that of an encoder.
     """
     described = {**config.to_dict(), "_name_or_path": ""}
     key = json.dumps([config.model_type, described], sort_keys=True, default=str)

@@ -22,10 +22,10 @@ def read_checked(path: str | Path, *, has_weights: bool) -> PretrainedConfig:
 
     Args:
         path: Model directory or hub id.
-        has_weights: They are read from there.
+        has_weights: A claim that weights are read from there.
 
     Raises:
-        ModelError: It is not trained here, or its files cannot be used, with the reason.
+        ModelError: The model is not trained here, or its files cannot be used, with the reason.
     """
     config = read_config(path)
     refuse_encoder(config)

@@ -91,9 +91,9 @@ class Head:
         Args:
             model: The CausalLM.
             chunk_tokens: Tokens per chunk; None: as many as make half a GiB of fp32 logits.
-            stream_again: Called once for the running micro-batch; makes contexts in which the model finds
-                weights of its own for one chunk, so that the head's gradients add up in fp32 instead of the
-                working dtype.
+            stream_again: The function that is called once for the running micro-batch, and makes contexts in
+                which the model finds weights of its own for one chunk, so that the head's gradients add up in
+                fp32 instead of the working dtype.
         """
         self._model = model
         self._stream_again = stream_again

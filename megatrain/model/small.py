@@ -103,8 +103,8 @@ def try_small_model(config: PretrainedConfig, use: Callable[[PreTrainedModel], T
 
     Args:
         config: The configuration of a causal language model; it is not changed.
-        use: Is given the model, in evaluation mode, in fp32 on the CPU. If it cannot run the model, it is
-            given one that was made in another way.
+        use: The function that is given the model, in evaluation mode, in fp32 on the CPU. If it cannot run
+            the model, it is given one that was made in another way.
 
     Raises:
         ModelError: No small model can be made, or none that runs.

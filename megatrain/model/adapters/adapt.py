@@ -46,7 +46,7 @@ def adapt(model: PreTrainedModel, adaptation: Adaptation) -> None:
     """Leave of a model only that trained which a run trains, in place.
 
     Args:
-        model: With weights, or without: then `initialise` comes once it has memory.
+        model: The model, with weights or without; without them, `initialise` comes once it has memory.
         adaptation: The description of what is trained.
 
     Raises:
@@ -100,7 +100,7 @@ def add_adapters(model: PreTrainedModel, config: Any) -> None:
     """Put adapters into a model, in place, and freeze the rest but for what `config.modules_to_save` names.
 
     Args:
-        model: With weights, or without.
+        model: The model, with weights or without.
         config: A `peft.LoraConfig`; it is changed.
 
     Raises:
@@ -131,7 +131,7 @@ def saved_config(directory: Path) -> Any:
     """Read the `peft.LoraConfig` of a directory with adapters.
 
     Raises:
-        ModelError: It cannot be read, is not of LoRA, or names no base.
+        ModelError: The configuration cannot be read, is not of LoRA, or names no base.
     """
     try:
         config = _peft().PeftConfig.from_pretrained(str(directory))
@@ -174,8 +174,8 @@ def initialise(
 
     Args:
         model: The model, whose base already has its weights.
-        read: Returns the fp32 value of a parameter.
-        put: Writes a parameter.
+        read: The function that returns the fp32 value of a parameter.
+        put: The function that writes a parameter.
         seed: The seed of the draws; the same seed gives the same values, whatever the model's own seed.
     """
     adapted = model.__dict__.get(_KEPT)
@@ -226,7 +226,7 @@ def read_adapter(model: PreTrainedModel, directory: Path, put: Callable[[str, Te
     """Read saved adapters into a model that has the same.
 
     Raises:
-        ModelError: They are of other modules, or another rank.
+        ModelError: The saved adapters are of other modules, or another rank.
     """
     names = adapter_tensors(model)
     parameters = dict(model.named_parameters())
@@ -259,7 +259,7 @@ def adapter_config(model: PreTrainedModel, base: str) -> bytes:
     """Return what PEFT calls adapter_config.json.
 
     Args:
-        model: With adapters.
+        model: The model with its adapters.
         base: The place where their base is found: a directory or a hub id.
     """
     config = model.__dict__[_KEPT].peft_config[_NAME].to_dict()

@@ -110,7 +110,7 @@ def require_one_row(positions: Tensor, part: int) -> None:
         part: The number of these.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: Several rows hold several documents each.
     """
     if positions.ndim != 2 or len(positions) == 1:
         return
@@ -200,7 +200,7 @@ def require_told(config: PretrainedConfig) -> None:
     """Refuse a model that does not tell its attention function where documents begin.
 
     Raises:
-        ConfigError: It does not; the sentence says what to do.
+        ConfigError: The model does not tell it; the sentence says what to do.
     """
     if not hands_on(config):
         raise ConfigError(

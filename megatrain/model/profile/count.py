@@ -81,7 +81,7 @@ def count_sizes(
         model: The rows, precision and adapters of the model.
 
     Raises:
-        ModelError, ConfigError: As `count_anatomy`.
+        ModelError, ConfigError: The model cannot be counted, for a reason of `count_anatomy`.
     """
     counter = Counter.of(config, micro_batch_size=1, **model)
     chunk = counter.let_run(sizes, head_chunk_tokens)
@@ -129,7 +129,7 @@ def count_model(
     The model is neither run nor changed, and its weights are not read. See `count_anatomy` for the arguments.
 
     Raises:
-        ModelError: It cannot be streamed, or what it computes cannot be followed without its weights.
+        ModelError: The model cannot be streamed, or what it computes cannot be followed without its weights.
         ConfigError: A shape or a precision that there is not.
     """
     try:

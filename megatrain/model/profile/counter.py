@@ -179,11 +179,11 @@ class Counter:
         """Let a prime number of rows run, of which all tensors are that are made of rows, and no others.
 
         Args:
-            sizes: For which the count is wanted, a group of `alike`.
+            sizes: The sizes for which the count is wanted, a group of `alike`.
             head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
 
         Returns:
-            Tokens of a chunk of the head, with which these rows run as those of all sizes do.
+            The number of tokens in a chunk of the head, with which these rows run as those of all sizes do.
         """
         seq_len = self.shape[1]
         own_len = -(-seq_len // self.sequence)

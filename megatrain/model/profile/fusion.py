@@ -68,7 +68,7 @@ class Fusion:
             func: The operation.
             given: Tensors that it reads.
             made: Tensors that it makes.
-            is_own: It is a product or attention, whose own traffic is part of its rate.
+            is_own: A claim that it is a product or attention, whose own traffic is part of its rate.
         """
         if is_own or func._overloadpacket in _OWN:
             written = self.write_all(given)

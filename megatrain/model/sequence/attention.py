@@ -84,9 +84,9 @@ def rows_shared(
     """Let a model share out its rows wherever the result is active.
 
     Args:
-        model: It is not changed.
-        shards: Who has the tokens.
-        note: Is told of the bytes that this one gives to others.
+        model: The model, which is not changed.
+        shards: The shards, which say who has the tokens.
+        note: The function that is told of the bytes that this shard gives to others.
     """
     rows = SharedRows(shards, model.config.get_text_config().model_type, note)
     found = [config for module in model.modules() if (config := getattr(module, "config", None))]
@@ -161,11 +161,11 @@ def _attend(
     """Run an attention function on all tokens, for a part of the heads.
 
     Args:
-        inner: The model's own.
-        reads_positions: It learns from positions where documents begin.
+        inner: The model's own attention function.
+        reads_positions: A claim that the function learns from positions where documents begin.
         module: The module of the attention.
-        query: (B, heads, T / S, D), with positions applied.
-        key: (B, key heads, T / S, D).
+        query: The queries, (B, heads, T / S, D), with positions applied.
+        key: The keys, (B, key heads, T / S, D).
         value: The values, in the form of `key`.
         attention_mask: The mask of whole rows.
         given: The other arguments that the model passes.

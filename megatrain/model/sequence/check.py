@@ -44,7 +44,7 @@ def refuse_config(config: PretrainedConfig, number: int) -> None:
     """Refuse a model that is known not to compute the same in so many shards of a row.
 
     Raises:
-        ModelError: It looks along the row elsewhere than in attention.
+        ModelError: The model looks along the row elsewhere than in attention.
         ConfigError: The model's heads cannot be shared out.
     """
     text = config.get_text_config()
@@ -71,13 +71,14 @@ def refuse_model(
     """Refuse a model that computes something else in so many shards of a row.
 
     Args:
-        model: In the mode in which it trains.
+        model: The model, in the mode in which it trains.
         number: The number of shards.
-        run: Calls the model, without gradients, on a batch with labels: returns its output.
-        random_state: Returns the state of the generators from which the model draws.
+        run: The function that calls the model, without gradients, on a batch with labels, and returns its
+            output.
+        random_state: The function that returns the state of the generators from which the model draws.
 
     Raises:
-        ModelError: It does, or it draws random numbers.
+        ModelError: The model computes something else, or it draws random numbers.
     """
     name = model.config.get_text_config().model_type
     batch = _probe(model, number)

@@ -26,7 +26,7 @@ def cut_rows(batch: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
 
     Args:
         batch: Arguments of a causal language model's forward, of whole rows, with `labels`.
-        shards: Who has the tokens.
+        shards: The shards, which say who has the tokens.
 
     Raises:
         ConfigError: It is not known how an argument is cut, or where the row's tokens begin.

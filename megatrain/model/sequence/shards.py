@@ -76,10 +76,10 @@ def swap(mine: Tensor, shards: Shards, *, split: int, join: int) -> Tensor:
     """Give every shard its part of one dimension, and join what they give along another.
 
     Args:
-        mine: Whole along `split`, this shard's part along `join`.
-        shards: Who they are.
-        split: Dimension that is cut; a multiple of their number.
-        join: Dimension that becomes whole.
+        mine: The tensor, whole along `split` and this shard's part along `join`.
+        shards: The shards that take part.
+        split: The dimension that is cut; its size is a multiple of the number of shards.
+        join: The dimension that becomes whole.
     """
     return _Swap.apply(mine, shards, split, join)
 

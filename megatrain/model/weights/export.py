@@ -47,11 +47,12 @@ def export_weights(
     fails, the files written so far are removed. All is for this user only.
 
     Args:
-        model: Gives names, shapes, dtypes, persistent buffers, ties and configuration; not its values.
+        model: The model, which gives names, shapes, dtypes, persistent buffers, ties and configuration, but
+            not its values.
         out: Directory without a model; it is made when missing.
         groups: Names of the parameters of each block, as in `model.named_parameters()`, each name once.
             They are read in this order.
-        read: Returns the value of a parameter on the host; called once for each.
+        read: The function that returns the value of a parameter on the host; it is called once for each.
         dtype: The dtype of the value that `read` returns; that of the model's parameter when None.
         untouched: Tensors that the model has no place for, which are written as they are.
         max_shard_bytes: Size from which the weights are split into several files.

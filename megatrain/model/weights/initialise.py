@@ -22,7 +22,7 @@ def initialise_weights(model: PreTrainedModel, *, seed: int) -> None:
     parameters of those shapes are allocated. The caller's random state is untouched.
 
     Args:
-        model: With every parameter bound to real float32 storage.
+        model: The model with every parameter bound to real float32 storage.
         seed: The seed of the draws; the same seed gives the same weights.
 
     Raises:

@@ -20,7 +20,7 @@ def refuse_quantised(values: dict[str, Any], where: str) -> None:
         where: The model, as it was given.
 
     Raises:
-        ModelError: They are.
+        ModelError: The values say so.
     """
     for key in _KEYS:
         found = values.get(key)

@@ -20,7 +20,7 @@ def open_weights(file: Path) -> Iterator[Any]:
     """Open a safetensors file.
 
     Raises:
-        ModelError: It cannot be read, or is not whole.
+        ModelError: The file cannot be read, or is not whole.
     """
     try:
         with os_errors("read", file, ModelError):
@@ -41,7 +41,7 @@ def read_weights(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
     """Return a tensor of an open file whose values are all finite, if it is of floats; a view of it.
 
     Raises:
-        ModelError: It cannot be read, or has values that are not finite.
+        ModelError: The tensor cannot be read, or has values that are not finite.
     """
     tensor = read_tensor(handles, source)
     require_finite(tensor, source.file, source.key)
@@ -70,7 +70,7 @@ def read_tensor(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
     """Return a tensor of an open file; a view of it.
 
     Raises:
-        ModelError: It cannot be read.
+        ModelError: The tensor cannot be read.
     """
     try:
         with os_errors("read", source.file, ModelError):

@@ -25,7 +25,7 @@ def require_exportable(sources: Sequence[Source]) -> None:
     """Refuse tensors that could not be written as they are.
 
     Raises:
-        ModelError: One has a dtype that no export has.
+        ModelError: A tensor has a dtype that no export has.
     """
     for source in sources:
         if source.dtype not in DTYPES or source.dtype == "C64":
