@@ -23,8 +23,9 @@ class Arena:
         """Map the memory; pages are taken when first touched.
 
         Args:
-            nbytes: How much.
-            file: Descriptor of memory that several processes map, which is closed here; None: it is private.
+            nbytes: The number of bytes.
+            file: The descriptor of memory that several processes map, which is closed here; None: the memory
+                is private.
         """
         self.nbytes = nbytes
         self._is_shared = file is not None

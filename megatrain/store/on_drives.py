@@ -138,7 +138,7 @@ class BlocksOnDrives:
         Raises:
             CheckpointError: `tiers.resumes`, and the drives hold no state of this model, or those of nodes no
                 step that all have.
-            MegatrainError: As of `StripedStore`.
+            MegatrainError: `StripedStore` refuses.
         """
         found = None
         if self.num_nodes > 1 and self.rank == 0:
@@ -165,7 +165,7 @@ class BlocksOnDrives:
         """Make what is newest on the drives what a crash leaves; every rank calls it.
 
         Raises:
-            OutputError, CapacityError: As of `StripedStore`.
+            OutputError, CapacityError: `StripedStore` cannot make it durable.
         """
         meet = partial(self.meet, "write") if self.num_nodes > 1 else None
         if self.rank == 0:
@@ -252,10 +252,11 @@ class BlocksOnDrives:
         """Copy this rank's chunks of one piece of a block that lives in RAM into a buffer.
 
         Args:
-            piece: Of the block's image.
-            block: Its number.
-            planes: Those of the image that live in RAM, `working` included, each in parts that follow there.
-            buffer: Its first bytes are overwritten, at the places of the chunks.
+            piece: The piece of the block's image.
+            block: The number of the block.
+            planes: The planes of the image that live in RAM, by name, `working` included; each is in parts
+                that follow one another there.
+            buffer: The buffer, whose first bytes are overwritten at the places of the chunks.
         """
         image = self.images[block]
         own = list(self.store.spans(piece.extent, is_own=True))

@@ -79,7 +79,7 @@ class Tiers:
         """Refuse what is neither None nor `Tiers`.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: The value is something else.
         """
         if tiers is not None and not isinstance(tiers, cls):
             raise ConfigError(
@@ -152,8 +152,8 @@ def place(
         layouts: All blocks.
         tiers: The limit of RAM, or the numbers of blocks.
         optimizer: The optimizer whose state it is.
-        sum_room: For partial sums in fp32 that are kept between rounds, beside complete gradients.
-        ranks: Among whose nodes state is shared out; None: there is one.
+        sum_room: The room for partial sums in fp32 that are kept between rounds, beside complete gradients.
+        ranks: The ranks among whose nodes state is shared out; None: there is one rank.
 
     Raises:
         CapacityError: Not even the gradients and the buffers fit.

@@ -207,9 +207,10 @@ class HostState:
         """Allocate the working plane, and the remainder plane where there is one.
 
         Args:
-            layouts: Of the blocks.
-            precision: How weights are kept.
-            shared: Where several ranks keep one state, each a share of it: makes memory that all of them map.
+            layouts: The layouts of the blocks.
+            precision: The precision in which weights are kept.
+            shared: The function that makes memory which all ranks map, where several keep one state, each a
+                share of it; None: this one is alone.
         """
         self.precision = precision
         self._shared = shared
@@ -254,8 +255,8 @@ class HostState:
         """Allocate the fp32 accumulator plane if it is not there, or too small.
 
         Args:
-            room: For partial sums of each gradient.
-            limit: Bytes that the whole state may take; None: what the machine has.
+            room: The room for partial sums of each gradient.
+            limit: The number of bytes that the whole state may take; None: what the machine has.
 
         Raises:
             CapacityError: There is no room for it.
@@ -338,8 +339,8 @@ class HostState:
         Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`.
 
         Args:
-            block: Its number.
-            writes: What the caller changes is kept; without, it must change nothing.
+            block: The number of the block.
+            writes: A claim that what the caller changes is kept; without it, the caller must change nothing.
         """
         yield self.blocks[block]
 

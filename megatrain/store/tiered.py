@@ -66,12 +66,12 @@ class TieredState(HostState):
         """Decide where planes live, open the drives, then allocate.
 
         Args:
-            layouts: Of the blocks.
-            precision: How weights are kept.
-            tiers: What RAM may hold, and the drives.
+            layouts: The layouts of the blocks.
+            precision: The precision in which weights are kept.
+            tiers: The tiers: what RAM may hold, and the drives.
             optimizer: The optimizer whose state it will be.
-            sum_room: As of `place`.
-            ranks: That keep one state, in RAM and on the drives; None: this one is alone.
+            sum_room: The room for partial sums that are kept between rounds, as in `place`.
+            ranks: The ranks that keep one state, in RAM and on the drives; None: this one is alone.
 
         Raises:
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
@@ -149,7 +149,7 @@ class TieredState(HostState):
         """Allocate the gradient plane if it is not there, and if the placement has counted on it.
 
         Raises:
-            CapacityError: It has not.
+            CapacityError: The placement has not counted on it.
         """
         if not self.on_drives.placement.keeps_gradients:
             raise CapacityError(

@@ -55,10 +55,10 @@ class Drive:
         """Open the file, or make an empty one, and lock it.
 
         Args:
-            directory: From `check_places`.
-            num_threads: For reads, and as many for writes.
-            name: Of the file.
-            is_shared: Another rank has it open, and shares it.
+            directory: The directory, from `check_places`.
+            num_threads: The number of threads for reads; there are as many for writes.
+            name: The name of the file.
+            is_shared: A claim that another rank has it open, and shares it.
 
         Raises:
             OutputError: The file cannot be opened, or another run uses it.
@@ -93,12 +93,12 @@ class Drive:
         """Give the file `num_bytes` bytes, whole pages, of the drive; content that is there stays.
 
         Args:
-            num_bytes: Of the whole file.
-            says_cost: Measure what I/O costs here, and log it, if it is not direct.
+            num_bytes: The number of bytes of the whole file.
+            says_cost: A claim that what I/O costs here is measured and logged, if it is not direct.
 
         Raises:
             CapacityError: The drive is full, though it was not when it was checked.
-            OutputError: It cannot be written.
+            OutputError: The file cannot be written.
         """
         self.num_bytes = num_bytes
         self._take_room()
@@ -112,7 +112,7 @@ class Drive:
 
         Raises:
             CapacityError: The drive is full.
-            OutputError: It cannot be written.
+            OutputError: The file cannot be written.
         """
         more = num_bytes - self.num_bytes
         with drive_errors(f"take {more:,} bytes more for", self.path):

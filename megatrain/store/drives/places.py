@@ -41,8 +41,9 @@ def check_places(directories: Sequence[Path], needs: Sequence[int]) -> None:
     """Check that each directory can take a file of so many bytes; nothing is made or changed.
 
     Args:
-        directories: One per drive; one that does not exist is made later, in a parent that does.
-        needs: Bytes of each one's file.
+        directories: The directories, one per drive; one that does not exist is made later, in a parent that
+            does.
+        needs: The number of bytes of each one's file.
 
     Raises:
         ConfigError: No directory, or one given twice.
@@ -77,7 +78,7 @@ def make_place(directory: Path) -> None:
     """Make a directory of `check_places` that is not there.
 
     Raises:
-        OutputError: It cannot be made.
+        OutputError: The directory cannot be made.
     """
     with drive_errors("make the directory", directory):
         if not directory.is_dir():
@@ -89,7 +90,7 @@ def sync_directory(directory: Path) -> None:
     """Wait until the names in a directory are on the drive.
 
     Raises:
-        OutputError: They are not.
+        OutputError: The names are not on the drive.
     """
     with drive_errors("write the directory", directory):
         descriptor = calls.system.open(directory, os.O_RDONLY | os.O_DIRECTORY)

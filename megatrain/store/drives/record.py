@@ -99,7 +99,7 @@ def read_records(directory: Path) -> list[CommitRecord]:
     """Read what a first directory holds: what is committed there, and what is prepared.
 
     Raises:
-        CheckpointError: As `read_record`.
+        CheckpointError: `read_record` refuses.
     """
     found = (read_record(directory, name) for name in (RECORD_NAME, PREPARED_NAME))
     return [record for record in found if record is not None]
@@ -129,7 +129,7 @@ def write_record(directory: Path, record: CommitRecord, name: str = RECORD_NAME)
 
     Raises:
         CapacityError: The drive is full.
-        OutputError: It cannot be written.
+        OutputError: The record cannot be written.
     """
     path = directory / name
     temporary = directory / f".{name}.tmp"
@@ -164,7 +164,7 @@ def confirm_record(directory: Path) -> None:
     """Make what is prepared the record, durably.
 
     Raises:
-        OutputError: It cannot be renamed.
+        OutputError: The record cannot be renamed.
     """
     path = directory / RECORD_NAME
     with drive_errors("write", path):

@@ -77,10 +77,10 @@ class ScratchFiles:
         """Take nothing yet: files are made with the first place.
 
         Args:
-            directories: One per drive.
-            rank: Of several that have such files there, each its own.
-            chunk_bytes: Whole pages; 0: `SCRATCH_CHUNK_BYTES`, large enough for a drive's full rate, and
-                small beside what is saved.
+            directories: The directories, one per drive.
+            rank: The rank that makes these files, where each of several makes its own.
+            chunk_bytes: The number of bytes of a chunk, whole pages; 0: `SCRATCH_CHUNK_BYTES`, large enough
+                for a drive's full rate, and small beside what is saved.
         """
         self.directories = list(directories)
         self.chunk_bytes = chunk_bytes or SCRATCH_CHUNK_BYTES

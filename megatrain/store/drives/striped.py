@@ -58,13 +58,15 @@ class StripedStore:
         """Lay extents out; nothing is opened or checked.
 
         Args:
-            directories: One per drive, in the order of earlier times if the state is to be found again.
-            extents: What will be stored.
-            owner: Whose state it is; state of another owner is neither read nor overwritten.
-            chunk_bytes: Bytes of a chunk, whole pages; 0: `drive_chunks.CHUNK_BYTES`.
-            kept: What of the state is kept here, where others keep the rest.
-            part: This rank, and of how many of its node.
-            memory: Returns (bytes,) uint8 zeros that all ranks map; None: there is one rank.
+            directories: The directories, one per drive, in the order of earlier times if the state is to be
+                found again.
+            extents: The extents that will be stored.
+            owner: The owner of the state, by name; state of another owner is neither read nor overwritten.
+            chunk_bytes: The number of bytes of a chunk, whole pages; 0: `drive_chunks.CHUNK_BYTES`.
+            kept: A description of the part of the state that is kept here, where others keep the rest.
+            part: The place of this rank on its node, and the number of the node's ranks.
+            memory: The function that returns (bytes,) uint8 zeros that all ranks map; None: there is one
+                rank.
         """
         self.directories = list(directories)
         self.extents = list(extents)
@@ -98,7 +100,7 @@ class StripedStore:
             What is committed there, and what is prepared, as far as there is any.
 
         Raises:
-            ConfigError, CapacityError, OutputError: As `check_places`.
+            ConfigError, CapacityError, OutputError: `check_places` refuses.
             OutputError: The state of another run is there.
             CheckpointError: The record is damaged.
         """
@@ -116,7 +118,7 @@ class StripedStore:
         """Begin anew: open the drives, and forget what was committed there; `start`: as of `CommitRecord`.
 
         Raises:
-            MegatrainError: As `check`, and as `Drive`.
+            MegatrainError: `check` or `Drive` refuses.
         """
         self.check()
         self._open()
@@ -137,11 +139,13 @@ class StripedStore:
         """Open the drives, and go on from what is committed there.
 
         Args:
-            step: That all nodes hold, committed or prepared, to be the committed one; None: there is one.
+            step: The number of the step that all nodes hold, committed or prepared, which is to be the
+                committed one; None: there is one node.
 
         Raises:
-            CheckpointError: Nothing is, or it is of another model, or the directories have changed.
-            MegatrainError: As `check`, and as `Drive`.
+            CheckpointError: Nothing is committed, or what is committed is of another model, or the
+                directories have changed.
+            MegatrainError: `check` or `Drive` refuses.
         """
         held = self.check()
         where = self.directories[0]
@@ -180,7 +184,7 @@ class StripedStore:
         """Open the drives that the first rank has begun anew or resumed.
 
         Raises:
-            MegatrainError: As `Drive`.
+            MegatrainError: `Drive` refuses.
         """
         self._open(is_shared=True)
         try:
@@ -204,9 +208,9 @@ class StripedStore:
         Each future raises CheckpointError if its chunk cannot be read or is not what was written.
 
         Args:
-            extent: Its number.
-            buffer: For all of it.
-            is_own: Of several ranks, move this one's chunks alone: each does so.
+            extent: The number of the extent.
+            buffer: The buffer for all of it.
+            is_own: A claim that of several ranks this one moves its own chunks alone; each does so.
         """
         copy = self._tables.current(extent)
         assert copy >= 0, f"{self.extents[extent].name} was never written"
@@ -274,14 +278,14 @@ class StripedStore:
         All of them must have written all of it, and none may write before this has returned.
 
         Args:
-            step: Its number.
-            meta: Plain JSON values.
-            meet: Waits until every node has prepared its part; None: there is one node.
+            step: The number of the step.
+            meta: The values that are kept with it, in plain JSON.
+            meet: The function that waits until every node has prepared its part; None: there is one node.
 
         Raises:
-            OutputError, CapacityError: It cannot be made durable. What was committed before still is, and
-                nothing can be committed any more: an extent may be torn, and after a failed sync the system
-                may take lost pages for written ones.
+            OutputError, CapacityError: The state cannot be made durable. What was committed before still is,
+                and nothing can be committed any more: an extent may be torn, and after a failed sync the
+                system may take lost pages for written ones.
         """
         if self._failure is not None:
             raise OutputError(f"no step can be committed after {self._failure}") from self._failure
