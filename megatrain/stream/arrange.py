@@ -21,7 +21,7 @@ def require_drives(choice: Choice) -> None:
     """Refuse a choice of which something waits on drives, for a run that has none.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: Something of the choice waits on drives.
     """
     for name, instead in WITHOUT_DRIVES.items():
         value = choice.given.get(name, "")
@@ -36,12 +36,12 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
     """Refuse a choice that an engine cannot run.
 
     Args:
-        choice: What is wanted.
-        blocks: Of the model, from `find_blocks(model, fragments=choice.fragments)`.
-        compiles: Layers run through `torch.compile`.
+        choice: The choice that is wanted.
+        blocks: The blocks of the model, from `find_blocks(model, fragments=choice.fragments)`.
+        compiles: A claim that layers run through `torch.compile`.
 
     Raises:
-        ConfigError: It is not resolved, does not fit the model, or contradicts itself.
+        ConfigError: The choice is not resolved, does not fit the model, or contradicts itself.
     """
     layers = group_layers(blocks)
     choice.require_resolved("an engine")
@@ -99,7 +99,7 @@ def uncompiled(compile: str, sequence: int) -> str:
     """Return the setting `compile` of ranks that share out rows: inside attention they wait for each other.
 
     Raises:
-        ConfigError: It is `on`.
+        ConfigError: The setting is `on`.
     """
     if compile == "on":
         raise ConfigError(
@@ -113,9 +113,9 @@ def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:
     """Return a choice as an engine can go on with it, whose state stays as it is.
 
     Args:
-        choice: What is wanted. Planes on drives of which RAM holds every block are in RAM.
-        old: What is in force.
-        num_blocks: Of the model.
+        choice: The choice that is wanted. Planes on drives of which RAM holds every block are in RAM.
+        old: The choice that is in force.
+        num_blocks: The number of blocks of the model.
 
     Raises:
         ConfigError: Fields are open, or the state would have to be another.
@@ -157,12 +157,12 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
     """Refuse a choice that an engine cannot go on with.
 
     Args:
-        choice: What is wanted, from `changed`.
-        arrangement: What is there.
-        compiles: Layers run through `torch.compile`.
+        choice: The choice that is wanted, from `changed`.
+        arrangement: The arrangement that is there.
+        compiles: A claim that layers run through `torch.compile`.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The engine cannot go on with it.
         CapacityError: The device does not hold it, though what is there now is free then.
     """
     blocks, lanes = arrangement.binding.blocks, arrangement.lanes
@@ -221,7 +221,7 @@ def refuse_on_drives(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose state does not go on drives.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The state does not go on drives.
     """
     if not optimizer.goes_on_drives:
         kept = " or ".join(each.state for each in OPTIMIZERS[optimizer.name] if each.goes_on_drives)

@@ -70,35 +70,38 @@ def attach(
 
     Args:
         model: A Hugging Face causal LM on the CPU, or one from `megatrain.load`.
-        choice: What is decided; None: what `fields` say. One in which nothing is open is obeyed as it is.
-        device: Where to compute: `cpu`, `cuda`, `cuda:N`, `xpu`, `auto`, or, for tests, `emulated` and
-            `checked`.
-        precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
-        batch: What a step trains on, for the plan and the check of memory. None: rows of 4,096 tokens, or of
-            the model's context, and 131,072 tokens per step; on a CPU 1,024 and 8,192.
-        micro_batch_size: Split a larger batch of `model(**batch)` into micro-batches of this many rows, which
-            run in lockstep. None: never.
-        compile: Run each layer (or fragment) through `torch.compile`, one compilation for all of a kind:
-            `on`, `off`, or `auto`, which is on accelerators where torch has a compiler for them. That is done
-            in the first step, which takes about a minute longer. Compiled kernels round differently; what is
-            exact is that streaming, recomputation and resuming give the bits of the same compiled layers. Off
-            under `activations` that keep the results of single operations.
+        choice: The choice as far as it is decided; None: what `fields` say. One in which nothing is open is
+            obeyed as it is.
+        device: The device on which to compute: `cpu`, `cuda`, `cuda:N`, `xpu`, `auto`, or, for tests,
+            `emulated` and `checked`.
+        precision: The precision of the weights: `fp32`, or `bf16`, which means bf16 weights that are the
+            upper half of exact fp32 masters.
+        batch: The batch that a step trains on, for the plan and the check of memory. None: rows of 4,096
+            tokens, or of the model's context, and 131,072 tokens per step; on a CPU 1,024 and 8,192.
+        micro_batch_size: The number of rows of the micro-batches into which a larger batch of
+            `model(**batch)` is split; they run in lockstep. None: no batch is split.
+        compile: The setting by which each layer (or fragment) runs through `torch.compile`, one compilation
+            for all of a kind: `on`, `off`, or `auto`, which is on accelerators where torch has a compiler for
+            them. That is done in the first step, which takes about a minute longer. Compiled kernels round
+            differently; what is exact is that streaming, recomputation and resuming give the bits of the same
+            compiled layers. It is off under `activations` that keep the results of single operations.
         optimizer: The optimizer that will train, for whose state memory is planned: see
             `engine.make_optimizer`.
         optimizer_state: The format in which its state will be kept. AdamW's moments are kept in `fp32`, or in
             `bf16` or `int8`, which are not exact.
-        host_limit: Host memory that the state may take, in bytes or as `64GiB`; None: what the machine and
-            its cgroups give.
-        device_limit: Device memory for slots, resident blocks and gradients; None: what there is.
-        tiers: Put on drives what of the state does not fit into `tiers.ram`, which then takes the place of
-            `host_limit`; no block is resident then. Give `megatrain.load` the same.
-        deterministic: Give the same bits in every run on the same device. This is
+        host_limit: The host memory that the state may take, in bytes or as `64GiB`; None: what the machine
+            and its cgroups give.
+        device_limit: The device memory for slots, resident blocks and gradients; None: what there is.
+        tiers: The tiers: what of the state does not fit into `tiers.ram`, which then takes the place of
+            `host_limit`, goes to drives, and no block is resident then. Give `megatrain.load` the same. None:
+            nothing goes to drives.
+        deterministic: A request for the same bits in every run on the same device. This is
             `torch.use_deterministic_algorithms`, for the whole process, until the engine is detached;
             attention is not cuDNN's then, and an operation that has no such form is a ModelError.
         ranks: The processes that train together; each gives the engine its own micro-batches, in the order of
             ranks, and they keep one state. `batch` is that of all; with its `sequence`, so many neighbours
             give the same micro-batches, whole, and share out their tokens. None: this one is alone.
-        **fields: Fields of `Choice` by name, such as `num_slots=2` or `activations="recompute"`. With
+        **fields: The fields of `Choice` by name, such as `num_slots=2` or `activations="recompute"`. With
             `lockstep` above 1 and without seeds, each micro-batch draws its dropout from a seed of its own,
             since they take turns.
 
@@ -240,15 +243,16 @@ def reattach(engine: Engine, change: Callable[[PreTrainedModel], object]) -> Eng
     While the weights move into their new places, host memory holds them twice.
 
     Args:
-        engine: Of the model; it is detached.
-        change: Is given the model, as it was before `attach`: `lambda model: get_peft_model(model, config)`.
+        engine: The engine of the model; it is detached.
+        change: The function that is given the model, as it was before `attach`, and changes it:
+            `lambda model: get_peft_model(model, config)`.
 
     Returns:
         The engine of the changed model, with the settings that the model was attached with.
 
     Raises:
         ConfigError: The engine was given lanes of the caller's, which end with it.
-        MegatrainError: As `attach`; the model is then detached.
+        MegatrainError: `attach` refuses the changed model, which is then detached.
     """
     engine.require_attached()
     model = engine.model

@@ -63,18 +63,19 @@ def bind(
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
 
     Args:
-        model: With its weights.
-        blocks: Of the model.
-        layouts: Of the blocks.
-        precision: How the weights are kept.
-        choice: How the model will stream.
-        residents: Blocks that are updated on the device.
-        runs: Of a step; None: one micro-batch.
-        host_limit: Bytes that the whole state may take.
+        model: The model with its weights.
+        blocks: The model's blocks.
+        layouts: The layouts of the blocks.
+        precision: The precision in which the weights are kept.
+        choice: The choice by which the model will stream.
+        residents: The numbers of the blocks that are updated on the device.
+        runs: The runs of a step; None: one micro-batch.
+        host_limit: The number of bytes that the whole state may take; None: what the machine has.
         optimizer: The optimizer for whose state there must be room.
-        tiers: What goes to drives.
-        ranks: That keep one state; the values are those of the first one's model on each node.
-        sequence: Neighbours among them that share out rows.
+        tiers: The tiers, which say what goes to drives; None: nothing does.
+        ranks: The ranks that keep one state; the values are those of the first one's model on each node.
+            None: there is one rank.
+        sequence: The number of neighbours among the ranks that share out rows.
 
     Raises:
         ModelError: Weights that were never loaded, or a dtype that is no float.
@@ -158,7 +159,7 @@ def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
     """Wait until every node has its weights, which may take long, and refuse other ones on one of them.
 
     Raises:
-        ConfigError: They differ.
+        ConfigError: The weights differ.
     """
     if ranks is None:
         return
@@ -180,11 +181,11 @@ def kept_sums(
     """Return the room for partial sums in fp32 that a step keeps between rounds, beside complete gradients.
 
     Args:
-        choice: How the model streams.
-        runs: Of a rank's part of the step.
-        precision: How weights are kept.
-        ranks: That train together.
-        sequence: Neighbours among them that share out rows.
+        choice: The choice by which the model streams.
+        runs: The runs of a rank's part of the step.
+        precision: The precision in which weights are kept.
+        ranks: The ranks that train together; None: there is one.
+        sequence: The number of neighbours among them that share out rows.
     """
     size, on_drives = 1 if ranks is None else ranks.size, choice.sums == "nvme"
     sums = StepSums.of(runs, choice.lockstep, size, sequence, on_drives=on_drives)
@@ -212,7 +213,7 @@ def make_host(
     """Allocate host state, in RAM or also on drives.
 
     Raises:
-        MegatrainError: As `TieredState`.
+        MegatrainError: `TieredState` refuses.
     """
     host: TieredState
     if ranks is not None and ranks.num_nodes > 1:
@@ -265,17 +266,18 @@ def require_host_memory(
 
     Args:
         layouts: All blocks.
-        precision: How weights are kept.
-        held: Bytes that are taken already and will be part of the state, or given back.
-        places: Where complete gradients wait.
-        sum_room: For partial sums in fp32 that are kept between rounds, beside complete gradients.
-        limit: Bytes that the whole state may take.
+        precision: The precision in which weights are kept.
+        held: The number of bytes that are taken already and will be part of the state, or given back.
+        places: The places where complete gradients wait.
+        sum_room: The room for partial sums in fp32 that are kept between rounds, beside complete gradients.
+        limit: The number of bytes that the whole state may take; None: what the machine has.
         optimizer: The optimizer for whose state there must be room.
-        tiers: State goes to drives too, and `TieredState` checks what is left.
-        ranks: That keep one state.
+        tiers: The tiers, with which state goes to drives too, and `TieredState` checks what is left; None:
+            nothing goes to drives.
+        ranks: The ranks that keep one state; None: there is one.
 
     Raises:
-        CapacityError: It does not fit.
+        CapacityError: The state does not fit.
     """
     if tiers is not None:
         return
@@ -360,7 +362,7 @@ def require_device_memory(
     have been given back.
 
     Raises:
-        CapacityError: They do not fit; nothing was allocated.
+        CapacityError: The pools do not fit; nothing was allocated.
     """
     limit = lanes.available_bytes()
     if limit is None:

@@ -157,7 +157,8 @@ class Engine:
             micro_batches: Keyword arguments of the model's forward, `labels` included; one after the other.
                 Of several ranks each is given those that `parts` says. Ranks that share out rows are given
                 the same ones, whole.
-            seeds: One seed of torch's generators per micro-batch, set before it; None: the generators go on.
+            seeds: The seeds of torch's generators, one per micro-batch, each set before it; None: the
+                generators go on.
 
         Returns:
             0-dim detached tensor: the loss, averaged over all trained tokens of the step.
@@ -202,7 +203,7 @@ class Engine:
         """Return by rank which of a step's `count` micro-batches it is given, by their numbers.
 
         Raises:
-            ConfigError: They cannot be cut into the step's runs.
+            ConfigError: The micro-batches cannot be cut into the step's runs.
         """
         binding = self.arrangement.binding
         size = 1 if binding.ranks is None else binding.ranks.size
@@ -222,17 +223,18 @@ class Engine:
         Nothing is scaled: gradients add up, so each loss is divided already by what the step averages over.
 
         Args:
-            losses: One per micro-batch: calls the model, once or several times, with gradients or without,
-                and returns a 0-dim tensor. Those of a round take turns at every layer.
-            seeds: As in `forward_backward`.
-            only_loss: They use the model's own `loss` and no logits: its head may run in chunks of tokens.
+            losses: The functions, one per micro-batch, that call the model, once or several times, with
+                gradients or without, and return a 0-dim tensor. Those of a round take turns at every layer.
+            seeds: The seeds of the micro-batches, as in `forward_backward`.
+            only_loss: A claim that the losses use the model's own `loss` and no logits: its head may run in
+                chunks of tokens.
             before: Passes without gradients before the losses of each round (`StepBatch.num_passes_before`).
 
         Returns:
             The losses, detached, in order.
 
         Raises:
-            ConfigError: As of `Steps.run`.
+            ConfigError: `Steps.run` refuses the step.
         """
         self.require_attached()
         return self._steps.run(losses, seeds, only_loss=only_loss, before=before)
@@ -249,7 +251,7 @@ class Engine:
         out.
 
         Raises:
-            ConfigError: With updates=immediate, they are used up already.
+            ConfigError: The gradients are used up already, with updates=immediate.
             ModelError: A gradient went past the engine into `parameter.grad`.
         """
         return self.arrangement.named_gradients(self._names)
@@ -283,7 +285,7 @@ class Engine:
             max_grad_norm: The norm to which gradients are clipped; None: no clipping.
             no_decay: Patterns of parameters without decay.
             groups: Groups of parameters with `lr`, `weight_decay`, `betas`, `eps` of their own.
-            updates: When blocks are updated.
+            updates: The moment at which blocks are updated, as in `make_optimizer`.
             state: The format of the moments: `fp32`, `bf16` or `int8`.
             seed: The seed of the stochastic rounding of `bf16` and `int8`.
         """
@@ -314,17 +316,17 @@ class Engine:
         """Make the optimizer of all trained parameters; its state is allocated here.
 
         Args:
-            name: The optimizer, such as `adamw`. None: the one that `attach` was told.
-            max_grad_norm: Clip the global norm to this; None: no clipping.
+            name: The name of the optimizer, such as `adamw`. None: the one that `attach` was told.
+            max_grad_norm: The global norm to which gradients are clipped; None: no clipping.
             no_decay: Patterns (`fnmatch`) of parameter names without decay. None: biases and parameters of
                 fewer than two dimensions, which is where norms are. An empty list: every parameter decays.
-            groups: As torch's optimizers take them, with settings of their own; `params` may be patterns of
-                names. What is in none is not updated. None: all is, as above.
-            updates: When a block is updated: `deferred` (in the background, from the end of the backward
-                until the next step's forward needs it), `immediate` (as soon as its gradient is complete,
-                which rules out clipping and skipping), or `serial` (all before `opt.step()` returns). The
-                numbers are the same, bit for bit. None: as the choice says that was attached with, or else
-                `deferred`.
+            groups: The groups of parameters as torch's optimizers take them, with settings of their own;
+                `params` may be patterns of names. What is in none is not updated. None: all is, as above.
+            updates: The moment at which a block is updated: `deferred` (in the background, from the end of
+                the backward until the next step's forward needs it), `immediate` (as soon as its gradient is
+                complete, which rules out clipping and skipping), or `serial` (all before `opt.step()`
+                returns). The numbers are the same, bit for bit. None: as the choice says that was attached
+                with, or else `deferred`.
             state: The format in which its state is kept. AdamW's is `fp32`, 8 bytes per parameter; or, not
                 exact, `bf16`, 4, or `int8`, 2.03. None: `optimizer_state` of `attach`, beyond which it cannot
                 go.
@@ -370,7 +372,7 @@ class Engine:
         """Drop the gradients gathered since the last step; those that wait for their update are not yours.
 
         Raises:
-            ConfigError: With updates=immediate, they are used up already.
+            ConfigError: The gradients are used up already, with updates=immediate.
         """
         self._steps.zero_grad()
 
@@ -404,9 +406,10 @@ class Engine:
         the drives for it: 12 bytes per parameter with AdamW, or 2 of blocks whose other state is there.
 
         Args:
-            step: Its number.
-            meta: Plain JSON values, as they are now.
-            finish: Called when the step's updates are done; returns what to add to `meta`.
+            step: The number of the step.
+            meta: The values that are kept with it, in plain JSON, as they are now.
+            finish: The function that is called when the step's updates are done, and returns what to add to
+                `meta`.
 
         Raises:
             ConfigError: No state is on drives.

@@ -30,8 +30,8 @@ def losses(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[tup
     it between two steps. A batch without a token to train on is passed over.
 
     Args:
-        engine: Its model is in the mode (`eval`) that is wanted.
-        batches: Keyword arguments of the model's forward, `labels` included.
+        engine: The engine, whose model is in the mode that is wanted (`eval`).
+        batches: The batches, each as keyword arguments of the model's forward, `labels` included.
     """
     engine.require_attached()
     model, options = engine.model, _options(engine)
@@ -54,8 +54,8 @@ def row_losses(engine: Engine, batch: Mapping[str, Any]) -> Tensor:
     `Together.run`. The head runs row by row, each in chunks of tokens.
 
     Args:
-        engine: Its model is in the mode that is wanted.
-        batch: Keyword arguments of the model's forward, `labels` included.
+        engine: The engine, whose model is in the mode that is wanted.
+        batch: The keyword arguments of the model's forward, `labels` included.
 
     Returns:
         A 1-dim tensor of fp32.

@@ -81,28 +81,31 @@ def load(
     its fp32 masters are drawn, which is less than its optimizer takes later.
 
     Args:
-        path: Directory with config.json and safetensors, or a hub id; or a directory with LoRA adapters that
-            PEFT or a run has saved: then their base is loaded, and they are put into it. Nothing is unpickled
-            and no remote code is run.
-        choice: As in `attach`. Weights are laid out for its `fragments`, so that they need not be moved
-            later; where that is open, in whole layers, and a plan keeps to it.
-        config: Instead of `path`: start from this configuration with random weights.
-        seed: Of the random weights, which the model's own initialisation draws.
-        precision: `fp32`, or `bf16`: bf16 weights that are the upper half of exact fp32 masters.
-        attn_implementation: As in transformers.
-        batch: As in `attach`; only the check before allocation uses it.
-        optimizer: As in `attach`, for the check and for state on drives.
-        optimizer_state: Likewise.
-        host_limit: As in `attach`.
-        tiers: As in `attach`: each block goes straight to where it belongs. With `tiers.resumes`, weights are
-            what is committed on the drives, and `path` gives the configuration.
-        adaptation: What of the model is trained, adapters among it; None: all of it.
-        adapter: Directory with the weights of the adapters; None: they begin as PEFT begins, by `seed`.
-        vocab_size: Rows of the embedding and the head, if the model has fewer: those for new tokens begin as
-            the mean of the others. None: as many as the model has, or the embedding that was trained with
-            the adapters.
-        ranks: As in `attach`: the first one of each node reads the weights into the state of its node.
-        **fields: Fields of `Choice` by name.
+        path: The directory with config.json and safetensors, or a hub id; or a directory with LoRA adapters
+            that PEFT or a run has saved: then their base is loaded, and they are put into it. Nothing is
+            unpickled and no remote code is run.
+        choice: The choice, as in `attach`. Weights are laid out for its `fragments`, so that they need not be
+            moved later; where that is open, in whole layers, and a plan keeps to it.
+        config: The configuration from which to start, with random weights, instead of `path`.
+        seed: The seed of the random weights, which the model's own initialisation draws.
+        precision: The precision of the weights: `fp32`, or `bf16`, which means bf16 weights that are the
+            upper half of exact fp32 masters.
+        attn_implementation: The attention implementation, by its name in transformers; None takes the
+            default.
+        batch: The batch that a step trains on, as in `attach`; only the check before allocation uses it.
+        optimizer: The optimizer that will train, as in `attach`, for the check and for state on drives.
+        optimizer_state: The format in which its state will be kept, as in `attach`, for the same purposes.
+        host_limit: The host memory that the state may take, as in `attach`.
+        tiers: The tiers, as in `attach`: each block goes straight to where it belongs. With `tiers.resumes`,
+            weights are what is committed on the drives, and `path` gives the configuration.
+        adaptation: The part of the model that is trained, adapters among it; None: all of it.
+        adapter: The directory with the weights of the adapters; None: they begin as PEFT begins, by `seed`.
+        vocab_size: The number of rows of the embedding and the head, if the model has fewer: those for new
+            tokens begin as the mean of the others. None: as many as the model has, or the embedding that was
+            trained with the adapters.
+        ranks: The ranks that train together, as in `attach`: the first one of each node reads the weights
+            into the state of its node.
+        **fields: The fields of `Choice` by name.
 
     Returns:
         The model in evaluation mode, as `from_pretrained` does; its parameters are views of host memory.

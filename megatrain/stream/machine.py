@@ -57,12 +57,12 @@ def machine_of(
     """Return the machine that a device stands for, with the drives that a run may use.
 
     Args:
-        device: As in `attach`, or the lanes that were made of it.
-        precision: `fp32` or `bf16`: products in it are measured.
-        device_limit: Bytes that a run may take of an emulated device.
-        num_drives: On which state is; 0: none.
-        measure: Returns this machine's rates where they are known better than by `common_cpu` and
-            `common_gpu`.
+        device: The device, as in `attach`, or the lanes that were made of it.
+        precision: The precision, `fp32` or `bf16`, of the matrix products that are measured.
+        device_limit: The number of bytes that a run may take of an emulated device.
+        num_drives: The number of drives on which state is; 0: none.
+        measure: The function that returns this machine's rates where they are known better than by
+            `common_cpu` and `common_gpu`.
     """
     lanes = device if isinstance(device, Lanes) else None
     name = device.device.type if isinstance(device, Lanes) else check_device(str(device))
@@ -85,8 +85,8 @@ def common_cpu(precision: str, matmul_flops_per_s: float | None = None) -> Hardw
     """Return this computer without a GPU: its own cores, memory and matrix products, other rates assumed.
 
     Args:
-        precision: Of the products.
-        matmul_flops_per_s: Their rate; None: it is measured.
+        precision: The precision of the matrix products.
+        matmul_flops_per_s: The rate of these products; None: it is measured.
     """
     flops = {precision: matmul_flops_per_s or matmul_peak_of_cpu(precision)}
     return HardwareSpec(

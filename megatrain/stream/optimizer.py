@@ -67,7 +67,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Args:
             executor: The executor that runs the steps, with the state that is updated.
             parameters: All parameters of the model, by name.
-            hooks: What is called of the engine.
+            hooks: The hooks by which the optimizer calls the engine that has made it.
             optimizer: The optimizer, with its state in one format.
             hyper: The learning rate, the decay and the optimizer's own settings; what is left out is usual.
             max_grad_norm: The norm to which gradients are clipped; None: no clipping.
@@ -120,7 +120,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Take a group while the optimizer is made, and none afterwards.
 
         Raises:
-            ConfigError: It is made.
+            ConfigError: The optimizer is made.
         """
         if self._is_made:
             raise ConfigError(
@@ -333,7 +333,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Clip to another norm, or no more, from the next step on.
 
         Raises:
-            ConfigError: It is no positive number, or blocks are updated before the norm is known.
+            ConfigError: The norm is no positive number, or blocks are updated before the norm is known.
         """
         check_max_norm(value)
         check_updates(self.updates.value, value)

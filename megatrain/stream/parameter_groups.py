@@ -63,10 +63,11 @@ def by_decay(
     """Return the trained parameters in two groups: those that decay, and those that do not.
 
     Args:
-        parameters: Of the model, by name.
-        trained: Those that the engine trains.
-        weight_decay: Of the former.
-        no_decay: Patterns of the latter; None: biases, and what has fewer than two dimensions.
+        parameters: The parameters of the model, by name.
+        trained: The parameters that the engine trains, by name.
+        weight_decay: The decay of the former.
+        no_decay: The patterns of the names of the latter; None: biases, and what has fewer than two
+            dimensions.
     """
     patterns = None if no_decay is None else tuple(no_decay)
     decayed = [name for name, entry in trained.items() if _decays(name, entry, patterns)]
@@ -89,13 +90,14 @@ def as_given(
     """Return the groups that the user has made, with the names of their parameters.
 
     Args:
-        given: Each has `params`, and may have a learning rate, a decay and other settings of its own.
-            `params` are parameters, pairs of a name and a parameter, or patterns of names; a name goes to the
-            first group with a pattern for it. Frozen parameters are left out, and what is in no group stays.
-        parameters: Of the model, by name.
-        trained: Those that the engine trains.
+        given: The groups. Each has `params`, and may have a learning rate, a decay and other settings of its
+            own. `params` are parameters, pairs of a name and a parameter, or patterns of names; a name goes
+            to the first group with a pattern for it. Frozen parameters are left out, and what is in no group
+            stays.
+        parameters: The parameters of the model, by name.
+        trained: The parameters that the engine trains, by name.
         optimizer: The optimizer, which says what else a group may have.
-        weight_decay: Of the groups that say none.
+        weight_decay: The decay of the groups that say none.
 
     Raises:
         ConfigError: No group, one without trained parameters, a parameter twice or of another model, or

@@ -64,9 +64,9 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
     The latter is 0 where nothing is planned: those of a round of training may.
 
     Args:
-        model: As `attach` is given it. It is not changed, and what it has allocated stays.
-        choice: What is decided is kept.
-        given: Of the run.
+        model: The model, as `attach` is given it. It is not changed, and what it has allocated stays.
+        choice: The choice as far as it is decided; what is decided is kept.
+        given: The conditions of the run.
 
     Raises:
         ConfigError: What is decided does not fit the model, or excludes every choice.

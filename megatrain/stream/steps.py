@@ -72,8 +72,8 @@ class Steps:
         """Run a step: for each round the passes before its losses, the losses, and their backward.
 
         Args:
-            losses: One call per micro-batch, which returns its loss.
-            seeds: One seed per micro-batch; None: they are drawn if the calls take turns.
+            losses: The calls, one per micro-batch, each of which returns its loss.
+            seeds: The seeds, one per micro-batch; None: they are drawn if the calls take turns.
             num_targets: The number of tokens that the step trains on; None: counted as they pass.
             only_loss: A claim that the calls use nothing but the loss that the model returns: its head may
                 run in chunks.
@@ -161,7 +161,7 @@ class Steps:
         Args:
             place: The place of the micro-batch in its round.
             number: The number of the micro-batch in the step.
-            call: Returns the loss, which is not scaled here.
+            call: The function that returns the loss, which is not scaled here.
             seed: The seed of torch's generators; None: they go on.
 
         Returns:

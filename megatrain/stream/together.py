@@ -39,9 +39,9 @@ class Together:
         same time; `fit` says how many may be.
 
         Args:
-            calls: Each passes the model once or several times, and returns what it likes. They take turns at
-                every layer, so none may change the model's mode or adapters within. All begin with the same
-                random state.
+            calls: The calls, each of which passes the model once or several times, and returns what it likes.
+                They take turns at every layer, so none may change the model's mode or adapters within. All
+                begin with the same random state.
 
         Returns:
             What they have returned, in order.
@@ -69,8 +69,8 @@ class Together:
         """Yield batches in groups that fit, in their order; one that is large is alone.
 
         Args:
-            batches: Of which one more is read than a group has, to know that it does not fit.
-            num_tokens: Says of a batch how many tokens it has, padding included.
+            batches: The batches, of which one more is read than a group has, to know that it does not fit.
+            num_tokens: The function that says of a batch how many tokens it has, padding included.
         """
         group: list[T] = []
         sizes: list[int] = []

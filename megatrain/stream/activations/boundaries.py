@@ -210,9 +210,9 @@ class Boundaries:
 
         Args:
             packed: The packed arguments of the call.
-            kwargs: Likewise, by name.
-            micro_batch: Number within the round.
-            run: Runs the layer once more.
+            kwargs: The packed keyword arguments of the call, by name.
+            micro_batch: The number of the micro-batch within the round.
+            run: The function that runs the layer once more.
         """
         if packed is None or not self._is_source:
             return None

@@ -118,8 +118,8 @@ class Staging:
         Args:
             staged: The visit.
             label: The label of what the visit has saved, for the record and for messages.
-            waits: It is needed now: a buffer is found in any case, if need be that of what was read ahead
-                for later, which will be read once more.
+            waits: A claim that the visit is needed now: a buffer is found in any case, if need be that of
+                what was read ahead for later, which will be read once more.
         """
         if staged.buffer is not None or not (self._free or waits):
             return

@@ -54,7 +54,8 @@ class Recomputation:
             name: The name of what is called, for messages.
             run: The function that runs twice, and leaves its arguments as they are.
             device: The device from whose generator it may draw, beside the CPU's.
-            bring: Returns the arguments by position for the second run; None: those of the first are kept.
+            bring: The function that returns the arguments by position for the second run; None: those of the
+                first are kept.
             contexts: The contexts in which it runs, and in which it runs again.
         """
         self._name = name

@@ -20,9 +20,9 @@ class BlockVisit:
         """Know where it belongs.
 
         Args:
-            block: What is visited.
-            micro_batch: Number within the round.
-            call: Stands for the call of the layer that the block is a part of.
+            block: The number of the block that is visited.
+            micro_batch: The number of the micro-batch within the round.
+            call: The object that stands for the call of the layer that the block is a part of.
         """
         self.block = block
         self.micro_batch = micro_batch

@@ -25,9 +25,9 @@ class ComputeWork:
         """Count for a model.
 
         Args:
-            flops: What a token costs.
-            layers: Per decoder layer, its blocks with their numbers of parameters: a fragment's share of the
-                layer's FLOPs is that of its parameters.
+            flops: The FLOPs of a token in each part of the model.
+            layers: The blocks of each decoder layer with their numbers of parameters: a fragment's share of
+                the layer's FLOPs is that of its parameters.
             policies: The activation policy of each layer.
         """
         self._flops = flops
@@ -74,9 +74,9 @@ class ComputeWork:
         """Take note that a micro-batch has passed the head.
 
         Args:
-            micro_batch: Number within the round.
-            chunked_tokens: How many tokens have passed the head in chunks so far; those that came with this
-                micro-batch pass it again in the backward.
+            micro_batch: The number of the micro-batch within the round.
+            chunked_tokens: The number of tokens that have passed the head in chunks so far; those that came
+                with this micro-batch pass it again in the backward.
         """
         row_tokens, positions = self._shapes.get(micro_batch, (1, 0))
         self._outer += positions * self._flops.rest.forward_flops(row_tokens)

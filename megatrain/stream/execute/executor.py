@@ -124,9 +124,11 @@ class Executor:
         """Plan the copies for visits to come, from what the slots hold now; the first visit issues them.
 
         Args:
-            visits: In order; not changed afterwards.
-            is_whole: They are all of a step that there will be, so complete gradients may be used at once.
-            of_all: All ranks make them, and gather weights: what one alone has fetched is forgotten.
+            visits: The visits in their order; the sequence is not changed afterwards.
+            is_whole: A claim that they are all visits of a step that there will be, so complete gradients may
+                be used at once.
+            of_all: A claim that all ranks make the visits, and gather weights: what one alone has fetched is
+                forgotten.
         """
         self._flush_ring()
         if of_all and self.spec.gathers:
@@ -154,9 +156,9 @@ class Executor:
         """Open a visit: compute may read the block's weights, where its operation now says they are.
 
         Args:
-            visit: What is visited, and for whom.
-            is_backward: Autograd visits the block.
-            is_again: A forward that was run before runs again.
+            visit: The visit, which says what is visited, and for whom.
+            is_backward: A claim that autograd visits the block.
+            is_again: A claim that a forward that was run before runs again.
         """
         self._pass_untrained(visit.call)
         self._open(visit, is_backward=is_backward, is_again=is_again)
@@ -192,8 +194,8 @@ class Executor:
 
         Args:
             grads: The gradients of a backward; None: autograd reached the block but none of its parameters.
-            pins: Whether the block, a recomputed fragment, keeps its slot until its backward: saved tensors
-                point into it.
+            pins: A claim that the block, a recomputed fragment, keeps its slot until its backward: saved
+                tensors point into it.
         """
         visit = self.open_visit
         assert visit is not None

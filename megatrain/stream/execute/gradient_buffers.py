@@ -79,18 +79,19 @@ class GradientBuffers:
         """Allocate the places; the ring and what is on the host come with `prepare`.
 
         Args:
-            lanes: Where things run.
+            lanes: The lanes in which things run.
             host: The model's state.
-            blocks: Which stream, and which stay on the device.
-            num_buffers: Buffers of the ring.
-            places: Where complete gradients wait for the norm.
-            adds_parts: A gradient may come in parts, which add up even where there is one micro-batch.
-            scratch: Room on drives for those that wait there; None: there are no drives.
-            host_limit: Bytes that the state may take on the host.
-            adds_on_host: The host adds up the gradients of several rounds.
-            room: For partial sums in a buffer; see `StepSums.on_device`.
-            shares: What of each block's complete gradient this rank keeps.
-            num_ranks: That keep shares.
+            blocks: The residency of the blocks: which stream, and which stay on the device.
+            num_buffers: The number of buffers of the ring.
+            places: The places where complete gradients wait for the norm.
+            adds_parts: A claim that a gradient may come in parts, which add up even where there is one
+                micro-batch.
+            scratch: The room on drives for gradients that wait there; None: there are no drives.
+            host_limit: The number of bytes that the state may take on the host; None: what the machine has.
+            adds_on_host: A claim that the host adds up the gradients of several rounds.
+            room: The room for partial sums in a buffer; see `StepSums.on_device`.
+            shares: The share of each block's complete gradient that this rank keeps.
+            num_ranks: The number of ranks that keep shares.
         """
         self._lanes = lanes
         self._host = host

@@ -37,12 +37,12 @@ class DeviceStates:
         """Keep `blocks` on the device; their weights are in `slots`, the rest comes with `allocate`.
 
         Args:
-            lanes: Where things run.
+            lanes: The lanes in which things run.
             host: The model's state.
-            slots: With the weights, which are whole.
-            blocks: That are resident.
-            shares: What of each block's state this rank keeps, and updates.
-            num_ranks: That keep shares.
+            slots: The slots with the weights, which are whole.
+            blocks: The numbers of the blocks that are resident.
+            shares: The share of each block's state that this rank keeps, and updates.
+            num_ranks: The number of ranks that keep shares.
         """
         self._lanes = lanes
         self._host = host

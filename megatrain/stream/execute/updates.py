@@ -38,8 +38,8 @@ class StepStats:
         """Expect a norm.
 
         Args:
-            wait: Returns when it is known, or raises why it never will be.
-            can_skip: A norm that is not finite leaves everything as it is.
+            wait: The function that returns when the norm is known, or raises why it never will be.
+            can_skip: A claim that a norm that is not finite leaves everything as it is.
         """
         self._wait = wait
         self._norm: Future[float] = Future()
@@ -87,11 +87,11 @@ class BlockUpdate:
         """Keep what the update needs.
 
         Args:
-            executor: Whose state and gradients these are.
+            executor: The executor whose state and gradients these are.
             operation: The update of the block.
-            ranges: Returns the state ranges that the update covers, and counts it.
-            stats: Of the step; None: nothing is clipped or skipped.
-            max_grad_norm: Norm to which gradients are clipped; None: no clipping.
+            ranges: The function that returns the state ranges that the update covers, and counts it.
+            stats: The statistics of the step; None: nothing is clipped or skipped.
+            max_grad_norm: The norm to which gradients are clipped; None: no clipping.
         """
         self._executor = executor
         self._operation = operation
@@ -153,7 +153,7 @@ def check_shares(optimizer: Optimizer, *, has_residents: bool) -> None:
     """Refuse planes with scales where their blocks are resident: ranks keep shares of these on devices.
 
     Raises:
-        ConfigError: They are.
+        ConfigError: Such blocks are resident.
     """
     if optimizer.has_scales and has_residents:
         raise ConfigError(SCALES_ON_DEVICES.format(optimizer.state))

@@ -35,7 +35,7 @@ class Weights:
             lanes: The lanes in which copies run.
             host: The model's state, whose working weights are copied.
             slots: The places on the device.
-            shared: What brings weights between ranks; None: there is one rank.
+            shared: The object that brings weights between ranks; None: there is one rank.
             drives: The state on drives; None: the whole state is in RAM.
         """
         self._lanes = lanes

@@ -24,7 +24,7 @@ _WAY_OUT = (
 
 
 class _Changes:
-    """Those of one step, or a copy that stands for itself."""
+    """The changes of one step, or of a copy that stands for itself."""
 
     def __init__(self) -> None:
         self.num_issued = self.num_begun = self.num_done = 0
@@ -65,7 +65,7 @@ class Wholeness:
         """Refuse to use a torn state.
 
         Raises:
-            TornStateError: With what has failed first.
+            TornStateError: The state is torn; the error names what has failed first.
         """
         if self.cause is not None:
             raise TornStateError.after(self.cause, _WAY_OUT) from self.cause

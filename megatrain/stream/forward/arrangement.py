@@ -73,11 +73,11 @@ class Arrangement:
         """Allocate device memory, and let the layers use it.
 
         Args:
-            model: Whose blocks these are.
+            model: The model whose blocks these are.
             binding: The model's blocks and state.
             lanes: The lanes in which operations run.
             choice: The resolved choice.
-            activation_bytes: Host memory that saved activations may take; None: any number.
+            activation_bytes: The host memory that saved activations may take, in bytes; None: any number.
 
         Raises:
             CapacityError: The device does not hold it.
@@ -125,7 +125,8 @@ class Arrangement:
         """Yield (name, gradient) as `Engine.named_gradients`; several ranks put their shares together first.
 
         Raises:
-            ConfigError: They are used up, or the other ranks do not read them, as a callback alone does.
+            ConfigError: The gradients are used up, or the other ranks do not read them, as a callback alone
+                does.
             ModelError: A gradient went past the engine.
         """
         self.binding.check_gradients()
@@ -148,9 +149,9 @@ class Arrangement:
         """Go on with another choice; all work is done, and no step is open.
 
         Args:
-            choice: Resolved, and checked.
-            then: Called with the new parts in place; if it fails, the old ones come back, and it is called
-                once more.
+            choice: The choice, resolved and checked.
+            then: The function that is called with the new parts in place; if it fails, the old ones come
+                back, and it is called once more.
 
         Raises:
             CapacityError: The device does not hold it; all is as it was.
@@ -344,7 +345,7 @@ def places_of(
     """Return which blocks' complete gradients wait where for the norm.
 
     Args:
-        choice: For this model.
+        choice: The choice for this model.
         blocks: The model's blocks.
         layouts: The layouts of the blocks.
         num_micro_batches: The number of micro-batches of a step whose updates may use the gradients up; None:

@@ -95,7 +95,7 @@ class Binding:
         """Refuse to go on with gradients that are not the engine's.
 
         Raises:
-            ModelError: One went past it into `parameter.grad`.
+            ModelError: A gradient went past the engine into `parameter.grad`.
         """
         for block in self.blocks:
             for name, parameter in block.parameters.items():
@@ -167,7 +167,7 @@ class AttachedBlock:
         Hooks of the parameters are run on them.
 
         Raises:
-            ModelError: One of these cannot be run.
+            ModelError: A hook cannot be run.
         """
         grads = self._hooks.run(grads, trained, backward)
         if trained == self._has_state:

@@ -91,9 +91,10 @@ def chosen_kernels(model: PreTrainedModel, device: torch.device, *, repeats: boo
     """Hold what the process is set to while a model is attached.
 
     Args:
-        model: Makes no long attention mask, and reads no positions back from the device for one.
+        model: The model, which makes no long attention mask meanwhile, and reads no positions back from the
+            device for one.
         device: The device on which the model computes.
-        repeats: Every operation gives the same bits in every run, or raises.
+        repeats: A claim that every operation gives the same bits in every run, or raises.
     """
     with ExitStack() as settings:
         settings.enter_context(long_masks_refused(model))

@@ -17,7 +17,7 @@ from megatrain.errors import ModelError
 
 
 class Backward(NamedTuple):
-    """Of whom a gradient is."""
+    """The backward to which a gradient belongs."""
 
     call: int
     """The call of a step, by its place in the round; 0: of a backward that the user has called."""
@@ -76,11 +76,11 @@ def refuse_hooks(name: str, parameter: nn.Parameter, *, is_shared: bool = False)
 
     Args:
         name: The parameter's name.
-        parameter: With its hooks.
-        is_shared: Ranks share out rows, so each has a part of a micro-batch's gradient.
+        parameter: The parameter with its hooks.
+        is_shared: A claim that ranks share out rows, so each has a part of a micro-batch's gradient.
 
     Raises:
-        ModelError: The parameter has some.
+        ModelError: The parameter has such hooks.
     """
     if parameter._post_accumulate_grad_hooks:
         raise ModelError(

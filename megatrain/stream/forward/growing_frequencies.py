@@ -73,7 +73,7 @@ class GrowingFrequencies:
         """Refuse what a group has computed, if its calls in their order would have had other frequencies.
 
         Raises:
-            ModelError: They would.
+            ModelError: The frequencies would have been others.
         """
         for (number, kind), uses in self._uses.items():
             original = int(self._modules[number].original_max_seq_len)  # type: ignore[arg-type]

@@ -46,9 +46,10 @@ class Lockstep:
         """Run passes through so many layers.
 
         Args:
-            keeper: Used at every change of coroutine.
-            device: Whose random generator is put back then, as the CPU's is.
-            num_layers: The head comes behind them.
+            keeper: The keeper that puts away what belongs to the running micro-batch, and puts it back, at
+                every change of coroutine.
+            device: The device whose random generator is put back then, as the CPU's is.
+            num_layers: The number of layers; the head comes behind them.
         """
         self._keeper = keeper
         self._device = device
@@ -99,10 +100,11 @@ class Lockstep:
         """Run all calls in lockstep and return their results, in the order of `calls`.
 
         Args:
-            calls: One per micro-batch.
-            heads_in_turn: They come to the head in their own order; False: in that of the layers, since the
-                backward begins when all have passed it.
-            in_succession: Each call runs to its end before the next one begins, the last one first.
+            calls: The calls, one per micro-batch.
+            heads_in_turn: A claim that calls come to the head in their own order; False: in that of the
+                layers, since the backward begins when all have passed it.
+            in_succession: A claim that each call runs to its end before the next one begins, the last one
+                first.
 
         Raises:
             BaseException: A call raised it; the other calls are unwound first.

@@ -39,7 +39,7 @@ class MicroBatchSize(NamedTuple):
 
         Args:
             named: The forward's arguments by name.
-            parts: In which rows are shared out; these are one of each.
+            parts: The number of parts in which rows are shared out; the arguments hold one part of each row.
         """
         ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
         shape = ids.shape if ids is not None else None if embeds is None else embeds.shape[:-1]

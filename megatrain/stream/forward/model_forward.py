@@ -64,12 +64,13 @@ class ModelForward:
         """Override nothing yet.
 
         Args:
-            model: Whose passes these are.
+            model: The model whose passes these are.
             arrangement: The parts that stream its blocks.
-            watcher: Measures the steps.
+            watcher: The watcher, which measures the steps.
             rows: The rows of a step that ranks share out; None: each has whole ones.
             head_chunk_tokens: The number of tokens in a chunk of the head and the loss.
-            micro_batch_size: Rows into which a larger batch of `model(**batch)` is split; None: never.
+            micro_batch_size: The number of rows of the micro-batches into which a larger batch of
+                `model(**batch)` is split; None: none is.
         """
         self._model = model
         inside = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -109,8 +110,8 @@ class ModelForward:
         """Let calls of the model, its decoder and its layers come in here.
 
         Args:
-            compiler: Runs the layers; None: they run as they are.
-            sync: Called before anybody reads the model's state.
+            compiler: The compiler that runs the layers; None: they run as they are.
+            sync: The function that is called before anybody reads the model's state.
             optimizer: The kind of optimizer with which the engine trains; others are refused.
         """
         move_buffers(self._model, self._device)

@@ -48,10 +48,10 @@ class OuterVisit(BlockVisit):
 
         Args:
             block: The embedding, or the head.
-            executor: Opens and closes visits.
-            micro_batch: Number within the round.
-            begin_backward: Called when autograd reaches the block.
-            until_end: Is closed when the pass's forward has ended.
+            executor: The executor, which opens and closes visits.
+            micro_batch: The number of the micro-batch within the round.
+            begin_backward: The function that is called when autograd reaches the block.
+            until_end: The stack of contexts that is closed when the pass's forward has ended.
             backward: The backward to which the block's gradients belong.
         """
         super().__init__(block.index, micro_batch, self)
@@ -78,7 +78,8 @@ class OuterVisit(BlockVisit):
             inner: The module's own forward.
             args: The positional arguments of the call.
             kwargs: The keyword arguments of the call.
-            in_chunk: It runs again in the backward, so that autograd keeps nothing of it until then.
+            in_chunk: A claim that this is a chunk, which runs again in the backward, so that autograd keeps
+                nothing of it until then.
         """
         places, found = self._weights(in_chunk=in_chunk)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -98,7 +99,7 @@ class OuterVisit(BlockVisit):
             in_chunk: A claim that a chunk of the head asks, as in `run`.
 
         Raises:
-            ModelError: In a recomputation, which nobody closes.
+            ModelError: The head is read in a recomputation, which nobody closes.
         """
         if in_chunk or self._read is None:
             if not in_chunk and torch._C._current_graph_task_id() != -1:
@@ -189,7 +190,8 @@ def let_reads_stream(block: AttachedBlock, read_of: ReadOf) -> Callable[[], obje
 
     Args:
         block: The head.
-        read_of: Returns its weights in the running pass; None: it does not stream now.
+        read_of: The function that returns the head's weights in the running pass; None: it does not stream
+            now.
     """
     module = block.block.caller
     assert module is not None
@@ -211,7 +213,7 @@ def refuse_calls_beside(
         block: The outer block, whose modules the model calls.
         overrides: The overrides of the model.
         host: The state that holds the block's weights.
-        current: Returns the pass that is going on.
+        current: The function that returns the pass that is going on.
     """
     if not isinstance(host, TieredState):
         return

@@ -126,7 +126,7 @@ class Pass:
         """Take note that a layer runs, with gradients.
 
         Raises:
-            ModelError: It runs again, and its gradients could not add up in a resident model's order.
+            ModelError: The layer runs again, and its gradients could not add up in a resident model's order.
         """
         if layer in self._passed and self._adds_up:
             raise ModelError(

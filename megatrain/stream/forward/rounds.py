@@ -109,7 +109,7 @@ class Rounds:
         """Drop what the step has gathered so far.
 
         Raises:
-            ConfigError: It has updated blocks already.
+            ConfigError: The step has updated blocks already.
         """
         if self.is_broken:
             self.drop()
@@ -124,11 +124,12 @@ class Rounds:
         """Foresee the rounds of a whole step.
 
         Args:
-            sizes: Their micro-batches.
-            num_before: Passes without gradients that come before the losses of each.
+            sizes: The number of micro-batches of each round.
+            num_before: The number of passes without gradients that come before the losses of each round.
 
         Raises:
-            ConfigError: They cannot be cut into the step's runs, or another rank would take another step.
+            ConfigError: The micro-batches cannot be cut into the step's runs, or another rank would take
+                another step.
         """
         gradients, is_wide = self._gradients, self._executor.host.precision is Precision.BF16
         shared, runs = gradients.shared, Runs.of(self._num_runs, sum(sizes))

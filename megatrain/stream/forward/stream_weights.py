@@ -54,10 +54,11 @@ def stream_weights(
 
     Args:
         aliases: Tensors that share the device memory of a block's parameters.
-        trained: Which of them want a gradient now.
-        collect: Called once in the backward, last of the block, with one gradient or None per trained alias.
-        anchor: Makes autograd take note: `HEAD_ANCHOR` where they are used behind the last layer. What
-            another one was made of has its backward after theirs.
+        trained: The bools, one per alias, that say whether it wants a gradient now.
+        collect: The function that is called once in the backward, last of the block, with one gradient or
+            None per trained alias.
+        anchor: The tensor that makes autograd take note: `HEAD_ANCHOR` where the aliases are used behind the
+            last layer. What another anchor was made of has its backward after theirs.
     """
     if True not in trained:
         return list(map(Tensor.detach, aliases))

@@ -40,7 +40,7 @@ class Turn:
         """Refuse a pass with gradients in a call that has none.
 
         Raises:
-            ConfigError: It is one.
+            ConfigError: The call has none.
         """
         if self.is_before:
             raise ConfigError(
@@ -88,7 +88,8 @@ class Turns:
         Args:
             place: The place of the call in the round.
             seed: The seed of torch's generators; None: they go on.
-            with_gradients: Whether it returns a loss; calls without gradients come before those of a round.
+            with_gradients: A claim that the call returns a loss; calls without gradients come before those of
+                a round.
         """
         if seed is not None:
             torch.manual_seed(seed)

@@ -104,7 +104,7 @@ class Lanes(ABC):
             writes: Buffers that it writes.
             work: Bytes that cross the link (FETCH, OFFLOAD, SAVE, RESTORE), bytes of host memory (HOST), or
                 FLOPs (COMPUTE).
-            label: In the record, as `str` shows it when somebody reads that.
+            label: The label of the work in the record, as `str` shows it when somebody reads that.
 
         Raises:
             BaseException: An earlier function of any lane raised it; nothing is enqueued then, and nothing

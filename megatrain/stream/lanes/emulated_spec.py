@@ -14,8 +14,9 @@ def emulated_spec(machine: EmulatedMachine, computer: HardwareSpec | None = None
     """Return what a machine's rates come to; launching is part of computing.
 
     Args:
-        machine: With its rates; one that is zero means that things take as long as they take.
-        computer: On which it is emulated, for the rates that are zero; None: it has them all.
+        machine: The machine with its rates; one that is zero means that things take as long as they take.
+        computer: The computer on which it is emulated, for the rates that are zero; None: the machine has
+            them all.
     """
 
     def rate(value: float, own: float) -> float:

@@ -31,7 +31,7 @@ class SameStep:
             visits: The visits of the whole step; like `spec`, they are not changed afterwards.
 
         Raises:
-            ConfigError: One would; on every rank.
+            ConfigError: Another rank would; the error is on every rank.
         """
         if self._known is None or self._known[0] is not spec or self._known[1] is not visits:
             digest = hashlib.sha256("\n".join(_lines(spec, visits)).encode()).digest()

@@ -273,7 +273,7 @@ def _take(
         shares: The memory of complete shares, as in `exchange`.
         places: The places where the share begins in a sum, and in `shares`.
         joined: The places, in the stack of sums, of what joins them.
-        completes: Whether the gradient is complete then.
+        completes: A claim that the gradient is complete then.
         start: The start of the piece, in the share.
         found: The sums of the piece, one of each shard of rows.
     """

@@ -45,7 +45,7 @@ def owned_sums(
         exchange: The exchange, which knows how many they are.
         mine: (sum(counts),) this rank's tensor. Of what this rank owns, what was taken is no more read.
         counts: The number of elements that each rank owns.
-        take: Is given each piece, which lasts as long as the call.
+        take: The function that is given each piece, which lasts as long as the call.
     """
     owned = [range(*pair) for pair in pairwise([0, *accumulate(counts)])]
     numel = exchange.piece_numel
