@@ -17,7 +17,7 @@ def aligned(numel: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockBytes:
-    """How large a block is. The planner counts it, the engine lays it out, and all bytes follow from it."""
+    """The size of a block. The planner counts it, the engine lays it out, and all bytes follow from it."""
 
     working_bytes: int = 0
     """Of the working weights, padding included."""
@@ -39,12 +39,12 @@ class BlockBytes:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the complete gradient: each parameter's in its working dtype."""
+        """Return the bytes of the complete gradient: each parameter's in its working dtype."""
         return 2 * self.num_split + 4 * (self.num_state - self.num_split)
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of a gradient that is still adding up, in fp32."""
+        """Return the bytes of a gradient that is still adding up, in fp32."""
         return 4 * self.num_state
 
     def added_bytes(self, *, completes: bool) -> int:
@@ -58,7 +58,7 @@ class BlockBytes:
 
     @property
     def remainder_bytes(self) -> int:
-        """Bytes of the remainder."""
+        """Return the bytes of the remainder."""
         return 2 * self.num_split
 
     def plane_bytes(self, optimizer: Optimizer, name: str) -> int:

@@ -22,7 +22,7 @@ from megatrain.layout.block_bytes import ALIGNMENT, BlockBytes, aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSpec:
-    """What a layout needs to know of a parameter."""
+    """The facts of a parameter that a layout needs."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One parameter's place."""
+    """The place of one parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,12 +45,12 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Number of elements, padding not counted."""
+        """Return the number of elements, padding not counted."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the working weight, padding not counted."""
+        """Return the bytes of the working weight, padding not counted."""
         return self.numel * self.dtype.itemsize
 
 
@@ -67,32 +67,32 @@ class BlockLayout:
 
     @cached_property
     def working_bytes(self) -> int:
-        """Bytes of the working weights, padding included."""
+        """Return the bytes of the working weights, padding included."""
         return self.sizes.working_bytes
 
     @cached_property
     def num_split(self) -> int:
-        """State elements of bf16 parameters, padding included: they have a remainder."""
+        """Return the number of state elements of bf16 parameters, padding included: they have a remainder."""
         return self.sizes.num_split
 
     @cached_property
     def num_state(self) -> int:
-        """State elements in all, padding included."""
+        """Return the number of state elements in all, padding included."""
         return self.sizes.num_state
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of the complete gradient: each parameter's in its working dtype."""
+        """Return the bytes of the complete gradient: each parameter's in its working dtype."""
         return self.sizes.gradient_bytes
 
     @cached_property
     def trained(self) -> tuple[Entry, ...]:
-        """The trained parameters, in state order."""
+        """Return the trained parameters, in state order."""
         return tuple(entry for entry in self.entries if entry.state_offset is not None)
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all parameters, padding not counted."""
+        """Return the number of elements of all parameters, padding not counted."""
         return sum(entry.numel for entry in self.entries)
 
     def working_range(self, part: range) -> slice:
@@ -106,7 +106,7 @@ class BlockLayout:
 
     @cached_property
     def scale_ranges(self) -> dict[str, tuple[int, int]]:
-        """Where the scales of each trained parameter are in a block's scale planes: [start, stop)."""
+        """Return where the scales of each trained parameter are in a block's scale planes: [start, stop)."""
         ranges, start = {}, 0
         for entry in self.trained:
             stop = start + num_scales(entry.numel)
@@ -137,7 +137,7 @@ class BlockLayout:
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """State ranges `[start, stop)` between parameters."""
+        """Return the state ranges `[start, stop)` between parameters."""
         gaps = []
         for entry in self.trained:
             assert entry.state_offset is not None
@@ -151,7 +151,7 @@ def lay_out(parameters: Iterable[ParameterSpec]) -> BlockLayout:
     """Place a block's parameters: trained bf16, frozen bf16, trained fp32, frozen fp32, each in given order.
 
     Raises:
-        AssertionError: A working dtype that is neither bf16 nor fp32.
+        AssertionError: A working dtype is neither bf16 nor fp32.
     """
     specs = list(parameters)
     entries: list[Entry] = []

@@ -14,14 +14,14 @@ def first_turn(block: int, start: int) -> int:
     """Return whose turn the chunk at byte `start` of a part of a block's image is, counted without end.
 
     Args:
-        block: Its number.
-        start: Whole chunks.
+        block: The number of the block.
+        start: The byte of that part at which the chunk begins, a multiple of `CHUNK_BYTES`.
     """
     return block + start // CHUNK_BYTES
 
 
 def is_own(turn: int, rank: int, num_ranks: int) -> bool:
-    """Whether a chunk is one that this rank moves."""
+    """Return whether a chunk is one that this rank moves."""
     return turn % num_ranks == rank
 
 

@@ -29,7 +29,7 @@ would come to it from all nodes at once."""
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Between so many ranks on so many nodes, of which each `sequence` neighbours share out rows."""
+    """The exchange between the ranks of some nodes, of which each `sequence` neighbours share out rows."""
 
     num_ranks: int = 1
     num_nodes: int = 1
@@ -37,17 +37,17 @@ class Exchange:
 
     @classmethod
     def of(cls, batch: StepBatch) -> Exchange:
-        """Return that of the ranks to which a batch is shared out."""
+        """Return the exchange of the ranks to which a batch is shared out."""
         return cls(batch.num_ranks, batch.num_nodes, batch.sequence)
 
     @property
     def num_peers(self) -> int:
-        """Ranks of a node."""
+        """Return the number of ranks of a node."""
         return self.num_ranks // self.num_nodes
 
     @property
     def num_sums(self) -> int:
-        """What the ranks of a node send others: a sum of each shard of rows there; on one node, all."""
+        """Return how many sums a node's ranks send others: one of each shard of rows; on one node, all."""
         return self.num_peers if self.num_nodes == 1 else min(self.sequence, self.num_peers)
 
     @property
@@ -63,32 +63,32 @@ class Exchange:
 
     @property
     def is_staged(self) -> bool:
-        """Whether it has two stages: there are several nodes, with several ranks each."""
+        """Return whether it has two stages: there are several nodes, with several ranks each."""
         return 1 < self.num_nodes < self.num_ranks
 
     @property
     def piece_numel(self) -> int:
-        """Elements of a share that pass at a time."""
+        """Return the number of elements of a share that pass at a time."""
         return max(1, PIECE_NUMEL * _FEW // max(_FEW, self.num_peers, self.num_nodes * self.num_sums))
 
     def sent_bytes(self, numel: int, rail: int, own: int) -> int:
         """Return the bytes of a sum that a rank sends.
 
         Args:
-            numel: Elements of the sum.
-            rail: Those that the rank's rail owns.
-            own: Those that it owns itself.
+            numel: The number of elements of the sum.
+            rail: The number of those elements that the rank's rail owns.
+            own: The number of those elements that the rank owns itself.
         """
         return 4 * (numel - rail + self.num_sums * (rail - own))
 
     @property
     def near_part(self) -> float:
-        """How much of what a rank sends goes to its node, where all own equally much."""
+        """Return the part of what a rank sends that goes to its node, where all own equally much."""
         return (self.num_ranks - self.num_nodes) / self._sent
 
     @property
     def passed_part(self) -> float:
-        """How much ranks read and write to add up, of what each sends."""
+        """Return what ranks read and write to add up, as a multiple of what each sends."""
         passed = self.num_nodes * self.num_sums + 1 if self.num_nodes > 1 else self.num_ranks + 1
         if self.is_staged:
             passed += self.num_nodes * (self.num_peers + self.num_sums)
@@ -96,7 +96,7 @@ class Exchange:
 
     @property
     def _sent(self) -> int:
-        """What a rank sends, in shares; of one rank 1, so that it is 1 of nothing."""
+        """Return the number of shares that a rank sends; for a rank alone it is 1, in place of 0."""
         return max(1, self.sent_bytes(self.num_ranks, self.num_nodes, 1) // 4)
 
     def planned_bytes(self, sizes: BlockBytes) -> int:
@@ -108,7 +108,7 @@ class Exchange:
         """Return the most elements that a rank has at a time from others and for them, beside its own sum.
 
         Args:
-            own: Elements of the largest share.
+            own: The number of elements of the largest share.
         """
         piece, nodes_sums = min(own, self.piece_numel), self.num_nodes * self.num_sums
         ways = 1 if piece == own else 2  # all shares are sent from where they are, and pieces put together

@@ -28,7 +28,7 @@ CUT_NUMEL = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a block's state one rank keeps: a range of each segment, as indices of the state space."""
+    """The part of a block's state that one rank keeps: a range of each segment, in indices of the state."""
 
     split: range
     """Of bf16 parameters."""
@@ -37,17 +37,17 @@ class Share:
 
     @property
     def numel(self) -> int:
-        """State elements of both."""
+        """Return the number of state elements of both ranges."""
         return len(self.split) + len(self.full)
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """Those of the two that hold something."""
+        """Return the ranges that hold something, of the two."""
         return tuple(part for part in (self.split, self.full) if part)
 
     @property
     def sizes(self) -> BlockBytes:
-        """The bytes of the state in it: frozen weights and scales are not counted."""
+        """Return the bytes of the state in it: frozen weights and scales are not counted."""
         working = 2 * len(self.split) + 4 * len(self.full)
         return BlockBytes(working_bytes=working, num_split=len(self.split), num_state=self.numel)
 
@@ -61,7 +61,7 @@ class Share:
         """Return where the share lies in its block's gradient, in bytes, as whole pages.
 
         Args:
-            num_split: State elements of the block's bf16 parameters.
+            num_split: The number of state elements of the block's bf16 parameters.
         """
         ends = [(2 * at.start, 2 * at.stop) for at in [self.split] if at]
         ends += [(4 * at.start - 2 * num_split, 4 * at.stop - 2 * num_split) for at in [self.full] if at]
@@ -88,9 +88,9 @@ def shares(sizes: BlockBytes, block: int, num_ranks: int) -> list[Share]:
     """Cut a block's state among ranks.
 
     Args:
-        sizes: Of the block.
-        block: Its number.
-        num_ranks: Among how many.
+        sizes: The sizes of the block.
+        block: The number of the block.
+        num_ranks: The number of ranks among which the state is cut.
 
     Returns:
         One share per rank, in order. Together they are the whole state space, and no two have anything in
@@ -112,9 +112,10 @@ def state_shares(
     """Return what of a block's state each rank keeps and updates.
 
     Args:
-        cut: What of its gradient each rank adds up: see `shares`.
+        cut: The share of the block's gradient that each rank adds up; see `shares`.
         optimizer: The optimizer whose state it is.
-        scaled_edge: Returns where the next scale begins.
+        scaled_edge: A function that returns where, from a state index on, a parameter or another scale
+            begins.
 
     Raises:
         ConfigError: An update needs more than single elements.

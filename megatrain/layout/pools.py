@@ -56,8 +56,8 @@ def resident_gradient(sizes: BlockBytes, room: SumRoom = ONE_SUM) -> int:
     """Return the bytes in which the gradients of a block that stays on the device add up.
 
     Args:
-        sizes: Of the block.
-        room: For partial sums; see `StepSums.on_device`.
+        sizes: The sizes of the block.
+        room: The room for partial sums; see `StepSums.on_device`.
     """
     return _partial_sums(sizes, room)
 
@@ -66,9 +66,9 @@ def resident_state(sizes: BlockBytes, optimizer: Optimizer, num_ranks: int = 1) 
     """Return the bytes of remainder and optimizer state of a block that is updated on the device.
 
     Args:
-        sizes: Of the block.
+        sizes: The sizes of the block.
         optimizer: The optimizer whose state it is.
-        num_ranks: Each of which has those of its share.
+        num_ranks: The number of ranks, each of which has the state of its share.
     """
     own = room_of_share(sizes, num_ranks)
     return own.remainder_bytes + own.optimizer_bytes(optimizer)
@@ -78,9 +78,9 @@ def gradient_buffer(sizes: BlockBytes, is_wide: bool, room: SumRoom = ONE_SUM) -
     """Return the bytes of a gradient buffer for a block.
 
     Args:
-        sizes: Of the block.
-        is_wide: Gradients add up there in fp32.
-        room: For partial sums; see `StepSums.on_device`.
+        sizes: The sizes of the block.
+        is_wide: Whether gradients add up there in fp32.
+        room: The room for partial sums; see `StepSums.on_device`.
     """
     return _partial_sums(sizes, room) if is_wide else sizes.gradient_bytes
 
@@ -118,7 +118,7 @@ def update_scratch(numel: int, optimizer: Optimizer) -> int:
     """Return the scratch memory of an update on the device, as long as it lasts.
 
     Args:
-        numel: State elements that are updated in one go.
+        numel: The number of state elements that are updated in one go.
         optimizer: The optimizer that updates them.
     """
     return optimizer.scratch_bytes * min(numel, UPDATE_CHUNK_NUMEL)
@@ -179,9 +179,9 @@ def state_buffer(blocks: BlockTotals, num_weights: int, num_state: int, optimize
     """Return the bytes of a buffer through which state passes between the drives and its update.
 
     Args:
-        blocks: All, the largest first, as they are on a node's drives.
-        num_weights: So many of them have their weights in RAM.
-        num_state: So many have all of their state there.
+        blocks: The sizes of all blocks, the largest first, as they are on a node's drives.
+        num_weights: The number of blocks, from the largest on, that have their weights in RAM.
+        num_state: The number of blocks, from the largest on, that have all of their state in RAM.
         optimizer: The optimizer whose state it is.
     """
     # at a commit, what lives in RAM passes through the buffers too, a piece at a time
@@ -240,14 +240,15 @@ def device_pools(
     """Return the bytes of each pool that is allocated on the device.
 
     Args:
-        blocks: Of the model.
-        num_slots: For streamed blocks.
-        num_gradient_buffers: For their gradients.
-        is_wide: Gradients add up in fp32.
-        waiting: Blocks whose complete gradients wait on the device for the norm.
+        blocks: The blocks of the model, by what of them stays on the device.
+        num_slots: The number of slots for streamed blocks.
+        num_gradient_buffers: The number of buffers for the gradients of streamed blocks.
+        is_wide: Whether gradients add up in fp32.
+        waiting: The blocks whose complete gradients wait on the device for the norm.
         optimizer: The optimizer whose state it is.
-        room: For partial sums of a gradient; see `StepSums.on_device`.
-        num_ranks: Among which complete gradients and the optimizer's state are shared out.
+        room: The room for partial sums of a gradient; see `StepSums.on_device`.
+        num_ranks: The number of ranks among which complete gradients and the optimizer's state are shared
+            out.
     """
     streamed, staying = blocks.streamed, blocks.staying
     return {
@@ -264,8 +265,8 @@ def state_planes(weights: Selection, state: Selection, optimizer: Optimizer) -> 
     """Return the bytes of each plane of weights and of optimizer state in RAM.
 
     Args:
-        weights: Blocks whose working weights are there.
-        state: Blocks whose remainder and optimizer state are.
+        weights: The blocks whose working weights are in RAM.
+        state: The blocks whose remainder and optimizer state are in RAM.
         optimizer: The optimizer whose state it is.
     """
     return {
@@ -286,11 +287,12 @@ def host_planes(
     """Return the bytes of each plane in RAM of a state that is not on drives.
 
     Args:
-        blocks: All.
-        places: Where complete gradients wait.
+        blocks: The blocks of the model, all of them.
+        places: The places where complete gradients wait, each with its blocks.
         optimizer: The optimizer whose state it is.
-        room: As in `gradient_planes`.
-        kept: What a node keeps of remainder, optimizer state and gradients of each block; None: all.
+        room: The room for partial sums, as in `gradient_planes`.
+        kept: The sizes of what a node keeps of the remainder, optimizer state and gradients of each block;
+            None: all.
     """
     state = blocks if kept is None else kept.pick(blocks)
     planes = state_planes(blocks, state, optimizer)
@@ -301,9 +303,9 @@ def gradient_planes(blocks: Selection, places: GradientPlaces, *, room: SumRoom)
     """Return the bytes of each plane of gradients in RAM, and of the buffers that those elsewhere pass.
 
     Args:
-        blocks: All.
-        places: Where complete gradients wait.
-        room: For partial sums that are kept between rounds, beside complete gradients.
+        blocks: The blocks of the model, all of them.
+        places: The places where complete gradients wait, each with its blocks.
+        room: The room for partial sums that are kept between rounds, beside complete gradients.
     """
     return {
         "gradient": places.on_host.total(gradient_plane),

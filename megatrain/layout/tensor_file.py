@@ -42,7 +42,7 @@ def header_of(
 
     Args:
         tensors: The names, types and shapes in the order of the file; names differ.
-        metadata: Strings for the header.
+        metadata: The strings for the header.
         alignment: The number of bytes of which the header takes a multiple.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -23,7 +23,7 @@ class BlockTotals:
         self._largest: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
-        """Number of blocks."""
+        """Return the number of blocks."""
         return len(self.sizes)
 
     def __getitem__(self, part: slice) -> Selection:
@@ -72,7 +72,7 @@ class Selection:
         self._ranges = ranges
 
     def __bool__(self) -> bool:
-        """Whether there is any block."""
+        """Return whether there is any block."""
         return any(start < stop for start, stop in self._ranges)
 
     def __iter__(self) -> Iterator[int]:
@@ -95,7 +95,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What of which blocks stays on the device. Every block is in one of the three parts."""
+    """The blocks by what of them stays on the device. Every block is in one of the three parts."""
 
     streamed: Selection
     """Blocks whose weights are there for a visit at a time."""
@@ -108,12 +108,12 @@ class Residency:
     def of(
         cls, sizes: Iterable[BlockBytes], is_streamed: Sequence[bool], residents: Collection[int]
     ) -> Residency:
-        """Sort blocks.
+        """Sort blocks by what of them stays on the device.
 
         Args:
-            sizes: Of all blocks.
-            is_streamed: For each, whether it streams unless it is resident.
-            residents: Blocks of which everything stays.
+            sizes: The sizes of all blocks.
+            is_streamed: A flag for each block, whether it streams unless it is resident.
+            residents: The numbers of the blocks of which everything stays.
         """
         totals = BlockTotals(sizes)
         others = [number for number in range(len(totals)) if number not in residents]
@@ -125,17 +125,17 @@ class Residency:
 
     @property
     def staying(self) -> Selection:
-        """Blocks whose weights stay on the device."""
+        """Return the blocks whose weights stay on the device."""
         return self.resident | self.weights_only
 
     @property
     def on_host(self) -> Selection:
-        """Blocks that the host updates."""
+        """Return the blocks that the host updates."""
         return self.streamed | self.weights_only
 
     @property
     def all(self) -> Selection:
-        """Every block."""
+        """Return every block."""
         return self.streamed | self.staying
 
 
@@ -148,9 +148,9 @@ def gradient_tiers(
     they add up, which takes no room.
 
     Args:
-        places: By decoder layer, of the blocks that stream.
-        layers: The blocks of each.
-        residency: Which blocks stream.
+        places: The places where complete gradients of streamed blocks wait, one for each decoder layer.
+        layers: The numbers of the blocks of each decoder layer.
+        residency: The blocks that stream, and those that stay on the device.
     """
     if all(place == "host" for place in places):
         return ("host",) * sum(1 for _ in residency.all)
@@ -164,7 +164,7 @@ def gradient_tiers(
 
 @dataclass(frozen=True, slots=True)
 class GradientPlaces:
-    """Which blocks' complete gradients wait where for the norm."""
+    """The places where complete gradients wait for the norm, each with its blocks."""
 
     on_host: Selection
     """In the gradient plane in RAM."""
@@ -193,13 +193,15 @@ class GradientPlaces:
         )
 
     def with_sums(self, where: str, residency: Residency, *, at_once: bool) -> GradientPlaces:
-        """Return the same for steps of several rounds.
+        """Return the same places with those of sums, for steps of several rounds.
 
         Args:
-            where: Gradients that add up on the `host` come to it through those buffers, and so do sums to
-                drives (`nvme`), where they wait between rounds; those on the `device` pass none.
-            residency: Which blocks stream.
-            at_once: In a step of one round, gradients of all blocks pass through them to their updates.
+            where: The place where the gradients of several rounds add up or wait. Those that add up on the
+                `host` come to it through staging buffers, and so do sums to drives (`nvme`), where they wait
+                between rounds; those on the `device` pass none.
+            residency: The blocks that stream, and those that stay on the device.
+            at_once: Whether updates follow at once: in a step of one round, the gradients of all blocks then
+                pass through those buffers to their updates.
         """
         if where == "nvme":
             return replace(self, sums_on_drives=residency.streamed)
