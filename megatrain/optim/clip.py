@@ -18,7 +18,7 @@ def check_max_norm(max_grad_norm: float | None) -> None:
     """Refuse a norm to which nothing can be clipped.
 
     Raises:
-        ConfigError: It is no positive number.
+        ConfigError: The norm is no positive number.
     """
     if max_grad_norm is not None and not 0.0 < max_grad_norm < math.inf:
         raise ConfigError(f"max_grad_norm is {max_grad_norm}; use a positive number, or None for no clipping")
@@ -28,10 +28,10 @@ def global_norm(sums: Iterable[float]) -> float:
     """Return the norm of all gradients together.
 
     Args:
-        sums: Sum of squares of each part; the result does not depend on their order.
+        sums: The sum of squares of each part; the result does not depend on their order.
 
     Returns:
-        The square root of their sum, rounded to a float32 value. inf or nan if a part is.
+        The square root of the sum of all, rounded to a float32 value; inf or nan if a part is.
     """
     parts = list(sums)
     if not all(map(math.isfinite, parts)):
@@ -43,8 +43,8 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
     """Return the factor that clips gradients of norm `grad_norm` to `max_grad_norm`.
 
     Args:
-        grad_norm: A float32 value, as `global_norm` returns it.
-        max_grad_norm: None: do not clip.
+        grad_norm: The norm of all gradients, a float32 value, as `global_norm` returns it.
+        max_grad_norm: The largest norm that stays as it is; None: do not clip.
 
     Returns:
         A float32 value of at most 1: what `torch.nn.utils.clip_grads_with_norm_` multiplies gradients by. nan

@@ -69,10 +69,10 @@ def sum_squares(values, chunk, sums, start, stop):  # type: ignore[no-untyped-de
 
     Args:
         values: float32, or bf16 bits as int16.
-        chunk: Elements per sum; the last one may be shorter.
+        chunk: The number of elements per sum; the last one may be shorter.
         sums: float64, one per chunk of the whole of `values`; overwritten from `start // chunk` on.
-        start: First element, a multiple of `chunk`.
-        stop: One past the last element.
+        start: The index of the first element, a multiple of `chunk`.
+        stop: The index one past the last element.
     """
     for first in range(start, stop, chunk):
         last = min(first + chunk, stop)
@@ -88,8 +88,8 @@ def add(values, sums, out, start, stop):  # type: ignore[no-untyped-def]
         values: float32, or bf16 bits as int16.
         sums: float32.
         out: float32, and then perhaps `sums` itself; or bf16 bits as int16, rounded to nearest even.
-        start: First element.
-        stop: One past the last element.
+        start: The index of the first element.
+        stop: The index one past the last element.
     """
     tail = stop - (stop - start) % WIDTH
     for index in range(start, tail, WIDTH):

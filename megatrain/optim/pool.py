@@ -34,7 +34,7 @@ class WorkerPool:
         """Start the threads.
 
         Args:
-            num_threads: Threads that work on one `run`, the calling thread included. None:
+            num_threads: The number of threads that work on one `run`, the calling thread included; None:
                 `worker_threads()`.
         """
         self.num_threads = worker_threads() if num_threads is None else num_threads
@@ -51,14 +51,14 @@ class WorkerPool:
         """Run all tasks and wait for them; may be called from several threads, and from within a task.
 
         Args:
-            tasks: Calls that do their work without the GIL. Cut a job into about `TASKS_PER_THREAD` per
+            tasks: The calls, which do their work without the GIL. Cut a job into about `TASKS_PER_THREAD` per
                 thread.
 
         Returns:
-            What each task returned, in the order of `tasks`.
+            The results of the tasks, in the order of `tasks`.
 
         Raises:
-            BaseException: The first one that a task raised, after every running task has ended (so no thread
+            BaseException: A task raised it, as the first; every running task has ended by then (so no thread
                 still writes to the caller's buffers); tasks not yet begun are dropped.
         """
         job = _Job(tasks)
@@ -82,7 +82,7 @@ class WorkerPool:
 
 
 class _Job(Generic[T]):
-    """The tasks of one `run`, and what has become of them."""
+    """The tasks of one `run`, with their results."""
 
     def __init__(self, tasks: Sequence[Callable[[], T]]) -> None:
         self._tasks = list(tasks)

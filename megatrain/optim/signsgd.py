@@ -129,13 +129,13 @@ def update(scalars, working, remainder, momentum, gradient, start, stop):  # typ
     """Update elements [start, stop) of the planes, in place.
 
     Args:
-        scalars: Five np.float32, as `_scalars` makes them.
+        scalars: The five factors of `_scalars`, np.float32 each.
         working: float32 masters, or the bits of bf16 working weights as int16.
         remainder: None, or the int16 remainders that go with bf16 working weights.
         momentum: None, float32, or bf16 bits as int16.
         gradient: float32, or bf16 bits as int16.
-        start: The first element.
-        stop: One past the last element.
+        start: The index of the first element.
+        stop: The index one past the last element.
     """
     tail = stop - (stop - start) % WIDTH
     for index in range(start, tail, WIDTH):

@@ -32,11 +32,11 @@ def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
     """Return the sum of squares of a flat tensor.
 
     Args:
-        pool: Threads to use; the result does not depend on their number.
+        pool: The threads to use; the result does not depend on their number.
         flat: (N,) bfloat16 or float32, contiguous, on the CPU.
 
     Returns:
-        The sum, each square exact and all additions in fp64. inf or nan if an element is.
+        The sum, with each square exact and all additions in fp64; inf or nan if an element is.
     """
     return math.fsum(squares_of_chunks(pool, flat))
 
@@ -102,7 +102,7 @@ def add(pool: WorkerPool, gradient: Tensor, sums: Tensor) -> None:
     """Add a gradient to the sum of those before it, in fp32 and in place.
 
     Args:
-        pool: Threads to use; the result does not depend on their number.
+        pool: The threads to use; the result does not depend on their number.
         gradient: (N,) bfloat16 or float32.
         sums: (N,) float32.
     """
@@ -120,13 +120,13 @@ def add_last(pool: WorkerPool, gradient: Tensor, sums: Tensor, out: Tensor) -> f
     """Add the last gradient to the sum of those before it, and round it to the working dtype.
 
     Args:
-        pool: Threads to use; the result does not depend on their number.
+        pool: The threads to use; the result does not depend on their number.
         gradient: (N,) bfloat16 or float32.
         sums: (N,) float32; only read, if it is not `out`.
         out: (N,) bfloat16 or float32; it may be `sums`.
 
     Returns:
-        `sum_of_squares` of what is then in `out`.
+        The sum of squares of what is then in `out`, as of `sum_of_squares`.
     """
     import numpy as np
 

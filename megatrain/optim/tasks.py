@@ -26,10 +26,10 @@ def run_pieces(
     """Cut pieces of work into tasks of about equal size, several small pieces to one, and run them.
 
     Args:
-        pool: Threads to use.
-        pieces: Each does elements [start, stop) of its own.
-        numels: How many elements each has.
-        align: Tasks begin at multiples of this.
+        pool: The threads to use.
+        pieces: The functions of the pieces, each of which does elements [start, stop) of its own.
+        numels: The number of elements of each piece.
+        align: The number of elements at multiples of which tasks begin.
     """
     share = sum(numels) // (pool.num_threads * TASKS_PER_THREAD)
     task_numel = max(MIN_TASK_NUMEL, min(TASK_NUMEL, share))

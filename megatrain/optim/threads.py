@@ -17,7 +17,7 @@ _LEFT_OVER = "for the launcher and the loader"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadBudget:
-    """Threads for updates, and what they were counted from."""
+    """The number of threads for updates, and what it was counted from."""
 
     num_threads: int
     """Threads that may update parameters at once."""
@@ -54,7 +54,7 @@ def update_threads(num_threads: int | None = None) -> ThreadBudget:
     limit to a node, since planes lie on all nodes alike.
 
     Args:
-        num_threads: What the user chose. None: count.
+        num_threads: The number of threads that the user chose; None: count them.
 
     Source: https://github.com/deepspeedai/DeepSpeed/issues/7478
     """

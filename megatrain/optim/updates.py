@@ -17,7 +17,7 @@ from megatrain.optim.pool import WorkerPool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeStep:
-    """What one update of one range is told."""
+    """The settings and numbers of one update of one range."""
 
     hyper: Mapping[str, Any]
     """The settings of the range's group of parameters: `lr`, `weight_decay`, and the optimizer's own."""
@@ -32,7 +32,7 @@ class RangeStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangePlanes:
-    """What an update of a range reads and writes: 1-D contiguous tensors of N elements, all on one device."""
+    """The planes that an update reads and writes: 1-D contiguous tensors of N elements, all on one device."""
 
     working: Tensor
     """bfloat16; or float32 where `remainder` is None: then it is the master."""
@@ -54,9 +54,9 @@ def rounding_key(seed: int, name: str, step: int) -> tuple[int, int]:
     They depend on what a run is made of and not on how it is run: not on blocks, threads or resuming.
 
     Args:
-        seed: Of the run.
-        name: The parameter's, as `model.named_parameters()` gives it.
-        step: How many updates the parameter will have had.
+        seed: The seed of the run.
+        name: The name of the parameter, as `model.named_parameters()` gives it.
+        step: The number of updates that the parameter will have had after this one.
     """
     digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:], "big")
@@ -81,7 +81,7 @@ def kernels_of(optimizer: Optimizer) -> Kernels:
 
 
 def fuses_updates(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether one kernel updates blocks on a device; else torch's operations do.
+    """Return whether one kernel updates blocks on a device; else torch's operations do.
 
     The first call for a kind of device tries the kernel there.
     """

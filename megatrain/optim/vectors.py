@@ -93,8 +93,8 @@ class VectorLanes:
         replaced, so that infinity stays infinity. Exact where nothing over- or underflows.
 
         Args:
-            divisor: Normal numbers.
-            reciprocal: 1 / divisor, correctly rounded.
+            divisor: The divisor, of normal numbers.
+            reciprocal: The reciprocal of the divisor, correctly rounded.
 
         Source: Accelerating Correctly Rounded Floating-Point Division When the Divisor Is Known in Advance
         (Brisebarre, Muller, Raina, 2004), algorithm 1 (Markstein, 1990).
@@ -114,10 +114,10 @@ class VectorLanes:
         """Return `yes` where these compare so with `other`, `no` elsewhere.
 
         Args:
-            comparison: `<`, `>`, `>=`, `==`; of floats, none holds for a NaN.
-            other: What to compare with.
-            yes: Any type.
-            no: The same type.
+            comparison: The comparison, `<`, `>`, `>=` or `==`; of floats, none holds for a NaN.
+            other: The vector to compare with.
+            yes: The vector for where it holds, of any type.
+            no: The vector for elsewhere, of the same type.
         """
         is_float = self._element() == F32
         compare = self.builder.fcmp_ordered if is_float else self.builder.icmp_signed
@@ -274,8 +274,8 @@ def vector_code(
     Args:
         plain: The names of the plain arguments, which come first.
         returns: The type of what the intrinsic returns.
-        arrays: For each array the name of the plain argument that is the place of its address; None for the
-            array's beginning.
+        arrays: The names of the plain arguments that are the places of the arrays' addresses, one for each
+            array; None for the array's beginning.
     """
     names = plain.split()
 

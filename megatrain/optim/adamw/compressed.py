@@ -205,15 +205,15 @@ def update_bf16(  # type: ignore[no-untyped-def]
     """Apply AdamW to elements [start, stop), in place, with moments in bf16.
 
     Args:
-        scalars: As for `kernels.update`.
-        noise: `AdamWStep.noise`: two words of key, and the arrays' first index in their parameter.
+        scalars: The nine factors of `AdamWStep.scalars`, as for `kernels.update`.
+        noise: The two words of key of `AdamWStep.noise`, and the arrays' first index in their parameter.
         working: float32 masters, or the bits of bf16 working weights as int16.
         remainder: None, or the int16 remainders that go with bf16 working weights.
         exp_avg: bf16 bits as int16.
         exp_avg_sq: bf16 bits as int16.
         gradient: float32, or bf16 bits as int16.
-        start: First element, a multiple of `WIDTH`.
-        stop: One past the last element, a multiple of `WIDTH`.
+        start: The index of the first element, a multiple of `WIDTH`.
+        stop: The index one past the last element, a multiple of `WIDTH`.
     """
     denominators, means = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for first in range(start, stop, TILE):
@@ -245,17 +245,17 @@ def update_int8(  # type: ignore[no-untyped-def]
     """Apply AdamW to elements [start, stop), in place, with moments in codes of 8 bits.
 
     Args:
-        scalars: As for `kernels.update`.
-        noise: As for `update_bf16`.
-        working: As for `update_bf16`.
-        remainder: As for `update_bf16`.
+        scalars: The nine factors of `AdamWStep.scalars`, as for `kernels.update`.
+        noise: The two words of key and the arrays' first index in their parameter, as for `update_bf16`.
+        working: The float32 masters, or the bits of bf16 working weights, as for `update_bf16`.
+        remainder: None, or the int16 remainders that go with bf16 working weights, as for `update_bf16`.
         exp_avg: uint8, a sign and 7 bits.
         exp_avg_sq: uint8.
         exp_avg_scale: float32, one per `SCALE_NUMEL` elements: the unit of exp_avg.
-        exp_avg_sq_scale: float32, alike: the unit of the root of exp_avg_sq.
-        gradient: As for `update_bf16`.
-        start: First element, a multiple of `SCALE_NUMEL`.
-        stop: One past the last element: a multiple of `SCALE_NUMEL`, or of `WIDTH` at the arrays' end.
+        exp_avg_sq_scale: float32, one per `SCALE_NUMEL` elements: the unit of the root of exp_avg_sq.
+        gradient: float32, or bf16 bits as int16, as for `update_bf16`.
+        start: The index of the first element, a multiple of `SCALE_NUMEL`.
+        stop: The index one past the last element: a multiple of `SCALE_NUMEL`, or of `WIDTH` at the end.
     """
     one, least = np.float32(1), np.float32(SMALLEST_UNIT)
     denominators = np.empty(SCALE_NUMEL, np.float32)

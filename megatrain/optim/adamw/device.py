@@ -40,7 +40,7 @@ from megatrain.optim.masters import join_on_device, split_on_device
 
 @dataclass(frozen=True, slots=True)
 class UpdateScratch:
-    """Memory for what lives within one chunk."""
+    """The memory for what lives within one chunk."""
 
     wide: Tensor
     """(3, N) float64."""
@@ -76,9 +76,9 @@ def update_on_device(
     in smaller chunks.
 
     Args:
-        ranges: Hyper-parameters and planes of each, all on one device; ranges must not overlap.
-        chunk_numel: Elements per pass at most; the result does not depend on it. Compressed moments are cut
-            at multiples of `SCALE_NUMEL`.
+        ranges: The hyper-parameters and planes of each range, all on one device; ranges must not overlap.
+        chunk_numel: The number of elements per pass, at most; the result does not depend on it. Compressed
+            moments are cut at multiples of `SCALE_NUMEL`.
     """
     work = [(hyper, planes) for hyper, planes in ranges if planes.working.numel()]
     assert chunk_numel >= 1, f"chunk_numel is {chunk_numel}"
@@ -143,7 +143,7 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor, out: Tensor, scratch: UpdateSc
         b: (N,) float32.
         c: (N,) float32.
         out: (N,) float32; overwritten. May be `c`.
-        scratch: Of N elements; `wide` and `marks` are used.
+        scratch: The scratch memory, of N elements; `wide` and `marks` are used.
     """
     total, from_c, from_p = scratch.wide
     inexact, toward_zero, negative = scratch.marks

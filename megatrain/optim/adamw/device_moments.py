@@ -35,7 +35,7 @@ def load(planes: Planes, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     """Write both moments in fp32.
 
     Args:
-        planes: With moments in bf16 or codes.
+        planes: The planes, with moments in bf16 or codes.
         exp_avg: (N,) float32; overwritten.
         exp_avg_sq: (N,) float32; overwritten.
     """
@@ -58,10 +58,10 @@ def store(planes: Planes, exp_avg: Tensor, exp_avg_sq: Tensor, noise: tuple[int,
     """Round both moments into their planes.
 
     Args:
-        planes: With moments in bf16 or codes; these and the scales are overwritten.
+        planes: The planes, with moments in bf16 or codes; these and the scales are overwritten.
         exp_avg: (N,) float32.
         exp_avg_sq: (N,) float32; overwritten.
-        noise: Two words of key, and the index of the first element in its parameter.
+        noise: The two words of key, and the index of the first element in its parameter.
     """
     random = random_bits(noise, exp_avg.numel(), exp_avg.device)
     if not planes.has_codes:

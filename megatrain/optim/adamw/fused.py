@@ -34,8 +34,8 @@ def update_fused(ranges: Iterable[tuple[AdamWStep, Planes]], rows: int = ROWS) -
     without scratch memory.
 
     Args:
-        ranges: Hyper-parameters and planes of each; ranges must not overlap.
-        rows: Of a program; a power of two, and the result does not depend on it.
+        ranges: The hyper-parameters and planes of each range; ranges must not overlap.
+        rows: The number of rows of a program, a power of two; the result does not depend on it.
     """
     from megatrain.optim.adamw import fused_kernels
 
@@ -82,7 +82,7 @@ def update_resident(device: torch.device, ranges: Iterable[tuple[AdamWStep, Plan
 
 
 def fuses_updates(device: torch.device) -> bool:
-    """Whether the kernel updates blocks on a device; else torch's operations do.
+    """Return whether the kernel updates blocks on a device; else torch's operations do.
 
     The first call for a kind of device tries the kernel there. One that fails, or gives other bits than
     torch's operations, is not used, and a warning says so once.

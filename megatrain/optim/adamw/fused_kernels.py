@@ -157,24 +157,24 @@ def update(  # type: ignore[no-untyped-def]
         working: float32 masters, or the bits of bf16 working weights as int16.
         remainder: None, or the int16 remainders that go with bf16 working weights.
         exp_avg: float32, bf16 bits as int16, or uint8 codes.
-        exp_avg_sq: The same.
+        exp_avg_sq: float32, bf16 bits as int16, or uint8 codes, as `exp_avg`.
         exp_avg_scale: None, or with codes float32: one for each row.
-        exp_avg_sq_scale: The same.
+        exp_avg_sq_scale: None, or with codes float32: one for each row.
         gradient: float32, or bf16 bits as int16.
-        numel: Elements of the planes.
-        grad_scale: This and the factors that follow are of `AdamWStep.scalars`.
-        decay: Of the weight.
-        weight1: Of the mean.
-        beta2: Of the mean of squares.
-        weight2: Of the squares.
-        correction2_sqrt: Of the root.
-        eps: Added to the denominator.
-        step_size: Negative.
-        first: Word of the key of `AdamWStep.noise`, as a signed integer.
-        second: The other word.
-        base: Index of the first element in its parameter.
-        IS_FROM_MEAN: `weight1` is positive.
-        ROWS: Of a program.
+        numel: The number of elements of the planes.
+        grad_scale: The factor on the gradient; this and the factors that follow are of `AdamWStep.scalars`.
+        decay: The factor on the weight.
+        weight1: The factor on the difference between the gradient and the mean.
+        beta2: The factor on the mean of squares.
+        weight2: The factor on the squared gradient.
+        correction2_sqrt: The divisor of the root of the mean of squares.
+        eps: The number that is added to the denominator.
+        step_size: The factor on the mean, which is negative.
+        first: The first word of the key of `AdamWStep.noise`, as a signed integer.
+        second: The second word of that key, as a signed integer.
+        base: The index of the first element in its parameter.
+        IS_FROM_MEAN: Whether `weight1` is positive.
+        ROWS: The number of rows of a program, a power of two.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -27,7 +27,7 @@ from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWStep:
-    """Hyper-parameters of one update of one range."""
+    """The hyper-parameters of one update of one range."""
 
     lr: float
     """Learning rate of this step."""
@@ -49,7 +49,7 @@ class AdamWStep:
     the index of the range's first element in its parameter, a multiple of 64."""
 
     def scalars(self) -> tuple[Any, ...]:
-        """Return the kernel's factors: computed in fp64, rounded once to np.float32, as torch does."""
+        """Return the factors of the kernel: computed in fp64, rounded once to np.float32, as torch does."""
         import numpy as np
 
         assert self.step >= 1, f"step is {self.step}"
@@ -75,7 +75,7 @@ class AdamWStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planes:
-    """What an update reads and writes: 1-D contiguous tensors of N elements each, all on one device."""
+    """The planes that an update reads and writes: 1-D contiguous tensors of N elements, all on one device."""
 
     working: Tensor
     """bfloat16; or float32 where `remainder` is None: then it is the master."""
@@ -94,7 +94,7 @@ class Planes:
 
     @property
     def has_codes(self) -> bool:
-        """Whether the moments are codes of 8 bits."""
+        """Return whether the moments are codes of 8 bits."""
         return self.exp_avg.dtype == torch.uint8
 
     def check(self) -> None:
@@ -140,8 +140,8 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
     """Update many ranges in place; small ones (norm weights, biases) share tasks.
 
     Args:
-        pool: Threads to use; the result does not depend on their number.
-        ranges: Hyper-parameters and planes of each; ranges must not overlap.
+        pool: The threads to use; the result does not depend on their number.
+        ranges: The hyper-parameters and planes of each range; ranges must not overlap.
     """
     pieces: list[Callable[[int, int], None]] = []
     numels = []

@@ -64,14 +64,14 @@ def update(  # type: ignore[no-untyped-def]
     """Apply AdamW to elements [start, stop) of five planes, in place.
 
     Args:
-        scalars: Nine np.float32, as `AdamWStep.scalars` makes them.
+        scalars: The nine factors of `AdamWStep.scalars`, np.float32 each.
         working: float32 masters, or the bits of bf16 working weights as int16.
         remainder: None, or the int16 remainders that go with bf16 working weights.
         exp_avg: float32.
         exp_avg_sq: float32.
         gradient: float32, or bf16 bits as int16.
-        start: First element.
-        stop: One past the last element.
+        start: The index of the first element.
+        stop: The index one past the last element.
     """
     tile = np.empty(TILE, np.float32)
     for first in range(start, stop, TILE):
