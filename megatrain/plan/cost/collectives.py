@@ -17,7 +17,7 @@ from megatrain.plan.cost.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """Seconds of one rank of several that all do the same."""
+    """The seconds of what ranks send each other, of one rank of several that all do the same."""
 
     rates: Rates
     """Of a rank: `HardwareSpec.of_rank`."""
@@ -25,12 +25,12 @@ class Collectives:
 
     @classmethod
     def of(cls, rates: Rates, batch: StepBatch) -> Collectives:
-        """Return those of the ranks that a batch is shared out to."""
+        """Return the collectives of the ranks that a batch is shared out to."""
         return cls(rates, Exchange.of(batch))
 
     @property
     def passes_host(self) -> bool:
-        """Whether what the ranks of a node exchange passes through its memory."""
+        """Return whether what the ranks of a node exchange passes through its memory."""
         return self.exchange.num_peers > 1 and self.rates.spec.peer_bytes_per_s is None
 
     def gather_s(self, nbytes: float) -> float:

@@ -14,7 +14,7 @@ from megatrain.plan.cost.rates import Rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a step asks of what is shared."""
+    """The demand of a step for what its lanes share."""
 
     up_bytes: float
     """Copied to the device."""
@@ -31,7 +31,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Parts of the rates that are left."""
+    """The parts of the rates that are left."""
 
     up: float = 1.0
     down: float = 1.0

@@ -34,7 +34,7 @@ def deterministic_spec(spec: HardwareSpec, heads: int) -> HardwareSpec:
 
     Args:
         spec: The machine.
-        heads: Query heads of all rows of a micro-batch; 0: not known.
+        heads: The number of query heads of all rows of a micro-batch; 0: it is not known.
     """
     if not is_priced(spec, heads):
         return spec
@@ -49,7 +49,7 @@ def deterministic_spec(spec: HardwareSpec, heads: int) -> HardwareSpec:
 
 
 def is_priced(spec: HardwareSpec, heads: int) -> bool:
-    """Whether the cost of attention in a deterministic run is known."""
+    """Return whether the cost of attention in a deterministic run is known."""
     return spec.multiprocessors is not None and heads > 0
 
 

@@ -23,7 +23,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Economics:
-    """What so many tokens take."""
+    """The days, money, energy and drives that so many tokens take."""
 
     tokens: int
     """As asked for; the last step may train on more."""
@@ -58,12 +58,13 @@ def economics(
     """Work out what a token budget takes.
 
     Args:
-        plan: Of a step.
-        spec: The machine that it is for.
+        plan: The plan of a step.
+        spec: The machine that the plan is for.
         anatomy: The model.
-        tokens: To train on.
+        tokens: The number of tokens to train on.
         optimizer: The optimizer of the run.
-        price_per_hour_usd: Of the whole machine. None: its rent, or else its price over three years.
+        price_per_hour_usd: The price of an hour of the whole machine; None: its rent, or else its price over
+            three years.
     """
     steps = math.ceil(tokens / plan.batch.step_tokens)
     seconds = steps * plan.step_s
@@ -110,7 +111,7 @@ def hourly_price(spec: HardwareSpec, given_usd: float | None) -> tuple[float | N
 
 
 def machine_watts(spec: HardwareSpec) -> float | None:
-    """Return what all of the machine draws under load; None: its devices' share is not known."""
+    """Return the watts that all of the machine draws under load; None: its devices' share is not known."""
     if spec.is_cpu:
         return spec.host_watts
     if spec.device_watts is None:

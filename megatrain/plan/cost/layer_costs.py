@@ -20,7 +20,7 @@ _SIZES = [field.name for field in fields(BlockBytes)]
 
 
 class LayerCosts:
-    """Seconds and bytes of one micro-batch in each layer."""
+    """The seconds and bytes of one micro-batch in each layer."""
 
     def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: StepBatch) -> None:
         """Precompute them for layers that are alike."""
@@ -42,7 +42,7 @@ class LayerCosts:
         return self._of(number)[2]
 
     def passes_again(self, number: int) -> bool:
-        """Whether its forward runs again, the parts before its last one in visits that cost forwards."""
+        """Return whether its forward runs again: the parts before its last in visits that cost forwards."""
         return POLICIES[self.choice.activations[number]].reruns
 
     @cached_property

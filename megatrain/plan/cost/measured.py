@@ -13,7 +13,7 @@ from megatrain.plan.cost.rates import UPDATE_BYTES, Rates, other_rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Rates of one step; None where the step has not used a lane, or not for long enough to tell."""
+    """The rates of one step; None where the step has not used a lane, or not for long enough to tell."""
 
     fetch_bytes_per_s: float | None = None
     offload_bytes_per_s: float | None = None
@@ -33,10 +33,10 @@ class Measured:
         """Divide the work of a step's lanes by the time that they took.
 
         Args:
-            lane_seconds: By lane name; waits not counted.
-            lane_bytes: Bytes of `fetch` (restores too), `offload` (saves too) and `host`.
-            predicted_compute_s: Seconds of compute by the plan.
-            least_s: A lane that worked for less says nothing.
+            lane_seconds: The seconds in which each lane worked, by its name; waits are not counted.
+            lane_bytes: The bytes of `fetch` (restores too), `offload` (saves too) and `host`.
+            predicted_compute_s: The seconds of compute by the plan.
+            least_s: The seconds that a lane has to have worked, at least, for its rate to be taken.
         """
 
         def rate(nbytes: str, *lanes: str) -> float | None:

@@ -28,7 +28,7 @@ _HIDES = 8
 
 @dataclass(frozen=True)
 class Passes:
-    """Micro-batches of a step that pass the model without gradients."""
+    """The passes of a step's micro-batches through the model without gradients."""
 
     step: Step
     """Whose machine, model and choice these are."""
@@ -78,8 +78,8 @@ class Passes:
         """List the operations of a group.
 
         Args:
-            num_together: Micro-batches.
-            is_short: Several pass in one visit.
+            num_together: The number of micro-batches that pass together.
+            is_short: Whether several pass in one visit.
         """
         spec = self.step.spec
         visits = min(num_together, _MOST_VISITS) if is_short else num_together

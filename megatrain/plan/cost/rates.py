@@ -30,7 +30,7 @@ def other_rates(nbytes_per_s: float) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Which kernels run: ours as they are set, or another system's whose rate is to be predicted."""
+    """The kernels that run: ours as they are set, or another system's whose rate is to be predicted."""
 
     fuses_layers: bool = False
     """Norms, rotations, activation functions and sums of a layer are joined: by torch.compile or Liger."""
@@ -55,7 +55,7 @@ class Rates:
 
     @property
     def matmul_flops_per_s(self) -> float:
-        """FLOP/s of large matrix products."""
+        """Return the FLOP/s of large matrix products."""
         return self.spec.matmul_flops_per_s[self.precision]
 
     def forward_s(self, cost: Cost) -> float:
@@ -108,7 +108,7 @@ class Rates:
 
     @property
     def update_bytes_per_s(self) -> float:
-        """Bytes per second of host memory that updates read and write, alone."""
+        """Return the bytes per second of host memory that updates read and write, alone."""
         optimizer, nbytes = self.optimizer, bytes_per_update(self.optimizer)
         usual = optimizer.usual_rate or UPDATE_BYTES / nbytes
         known = self.spec.compressed_params_per_s
@@ -124,7 +124,7 @@ class Rates:
 
     @property
     def updates_in_compute(self) -> bool:
-        """Whether resident blocks' updates run among the rest of compute; else the host's kernels do them."""
+        """Return whether updates of resident blocks run among compute; else the host's kernels do them."""
         return self.spec.has_accelerator
 
     def device_update_s(self, sizes: BlockBytes) -> float:
@@ -144,7 +144,7 @@ class Rates:
 
     @property
     def drives(self) -> Drives:
-        """The machine's drives; it has some."""
+        """Return the machine's drives; it has some."""
         assert self.spec.drives is not None
         return self.spec.drives
 

@@ -47,7 +47,7 @@ _MANY_LAYERS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedBytes:
-    """What a step copies at least, both ways over the link and the drives."""
+    """The bytes that a step copies at least, both ways over the link and the drives."""
 
     up: float
     down: float
@@ -77,13 +77,13 @@ class Step:
         """Describe a step; `step_s` times it.
 
         Args:
-            rates: Of a rank.
+            rates: The rates of the machine as a rank has it.
             anatomy: The model.
-            choice: Resolved.
-            batch: Of one rank.
-            clips: Gradients are clipped to a norm.
-            commit_every: Steps between commits of the state on drives, of which this one does its part; None:
-                there are none.
+            choice: The choice, in which nothing is open.
+            batch: The batch of one rank.
+            clips: Whether gradients are clipped to a norm.
+            commit_every: The number of steps between commits of the state on drives, of which this one does
+                its part; None: there are none.
         """
         self.rates = rates
         self.anatomy = anatomy
@@ -96,17 +96,17 @@ class Step:
 
     @cached_property
     def blocks(self) -> list[PlannedBlock]:
-        """What streams as one: of all layers in forward order, then the outer ones."""
+        """Return what streams as one: of all layers in forward order, then the outer ones."""
         return self.block_sums.listed(self.anatomy, self.choice, self.rates.optimizer, self.batch)
 
     @cached_property
     def block_sums(self) -> BlockSums:
-        """Sums over the blocks."""
+        """Return the sums over the blocks."""
         return BlockSums.of(self.anatomy, self.choice.fragments)
 
     @cached_property
     def spec(self) -> StepSpec:
-        """What decides the program."""
+        """Return the specification of the step."""
         starts = self.block_sums.starts
         layers = range(len(self.anatomy.layers))
         spec = StepSpec.of(
@@ -131,7 +131,7 @@ class Step:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of the step."""
+        """Return the number of rounds of the step."""
         return -(-self.batch.num_micro_batches // self.choice.lockstep)
 
     def _rounds(self, *, is_short: bool) -> list[list[int]]:
@@ -148,7 +148,8 @@ class Step:
         """List the operations of the step.
 
         Args:
-            is_short: As `step_s` times it: with few rounds and visits, and whole parts of blocks in a commit.
+            is_short: Whether to list the program that `step_s` times: with few rounds and visits, and whole
+                parts of blocks in a commit.
         """
         return (
             self._short_program if is_short else self._program(self._rounds(is_short=False), in_pieces=True)
@@ -183,12 +184,12 @@ class Step:
 
     @cached_property
     def partial_sums(self) -> StepSums:
-        """The partial sums of the step."""
+        """Return the partial sums of the step."""
         return self.batch.sums(self.choice)
 
     @cached_property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that a step moves, by the label of the operations."""
+        """Return the bytes that a step moves, by the label of the operations."""
         rounds = self._rounds(is_short=True)
         sums = self._round_sums(len(rounds))
         moved = _bytes_by_label(self._short_program)
@@ -200,7 +201,7 @@ class Step:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of one step among many equal ones: host memory, which no lane is, may take longest."""
+        """Return the seconds of one step of many equal ones; host memory, which no lane is, may bound it."""
         step_s = max(self.timed(is_short=True), self.bounds_s.get("host memory", 0.0))
         name = max(self.bounds_s, key=lambda bound: self.bounds_s[bound])
         least_s = self.bounds_s[name]
@@ -249,22 +250,22 @@ class Step:
 
     @cached_property
     def collectives(self) -> Collectives:
-        """What ranks send each other costs."""
+        """Return what it costs that ranks send each other."""
         return Collectives.of(self.rates, self.batch)
 
     @cached_property
     def costs(self) -> LayerCosts:
-        """What the layers cost."""
+        """Return what the layers cost."""
         return LayerCosts(self.rates, self.anatomy, self.choice, self.batch)
 
     @cached_property
     def sums(self) -> list[float]:
-        """`LayerCosts.sums` of all micro-batches."""
+        """Return `LayerCosts.sums` of all micro-batches."""
         return [value * self.batch.num_micro_batches for value in self.costs.sums()]
 
     @cached_property
     def compute_s(self) -> float:
-        """Seconds of all that the device computes."""
+        """Return the seconds of all that the device computes."""
         costs = self.costs
         forward, backward, again, _ = self.sums
         count, num_before = self.batch.num_micro_batches, self.batch.num_passes_before
@@ -275,19 +276,19 @@ class Step:
 
     @cached_property
     def bounds_s(self) -> dict[str, float]:
-        """Seconds below which no order of these tasks can be, by cause."""
+        """Return the seconds below which no order of these tasks can be, by cause."""
         if not self.rates.spec.has_accelerator:
             return self._lane_bounds_s
         return {**self._lane_bounds_s, "host memory": memory_s(self.rates, self.demand)}
 
     @cached_property
     def _lane_bounds_s(self) -> dict[str, float]:
-        """Those of its lanes."""
+        """Return the seconds below which its lanes cannot be, by cause."""
         return _lane_bounds(self)
 
     @cached_property
     def copied_bytes(self) -> CopiedBytes:
-        """What no program of the step can do without copying: what its slots hold already is left out."""
+        """Return what every program of the step has to copy: what its slots hold already is left out."""
         choice, sums, rounds = self.choice, self.block_sums, self.num_rounds
         num_ranks = self.batch.num_ranks
         among, residency = self.batch.gathers_among, sums.residency(choice)
@@ -316,29 +317,29 @@ class Step:
 
     @cached_property
     def added_bytes(self) -> int:
-        """Host memory that adding up gradients there reads and writes."""
+        """Return the bytes of host memory that adding up gradients there reads and writes."""
         return self.block_sums.added_bytes(self.choice, self.batch.num_micro_batches)
 
     @property
     def through_host_bytes(self) -> float:
-        """What devices without access to each other exchange: it takes both ways of each one's link."""
+        """Return the bytes that devices without access to each other exchange, both ways over their links."""
         return self.near_bytes if self.collectives.passes_host else 0.0
 
     @property
     def near_bytes(self) -> float:
-        """What a rank sends to others of its node."""
+        """Return the bytes that a rank sends to others of its node."""
         copied = self.copied_bytes
         return self.collectives.exchanged_near(copied.exchanged) + self.collectives.given_near(copied.given)
 
     @cached_property
     def update_bytes(self) -> int:
-        """Host memory that AdamW reads and writes, of this rank's share."""
+        """Return the bytes of host memory that the optimizer reads and writes, of this rank's share."""
         on_host = self.block_sums.residency(self.choice).on_host
         return on_host.total(updated_share, self.rates.optimizer, self.batch.num_ranks)
 
     @cached_property
     def demand(self) -> Demand:
-        """What the step asks of what its lanes share."""
+        """Return what the step asks of what its lanes share."""
         copied = self.copied_bytes
         return Demand(
             up_bytes=copied.up + self.through_host_bytes,

@@ -49,15 +49,15 @@ def links(*, drives_share: bool = False, passes_host: bool = False) -> Mapping[L
     """Return on which link each lane takes turns, if it does.
 
     Args:
-        drives_share: Reads and writes of the drives take turns.
-        passes_host: What devices exchange passes through host memory.
+        drives_share: Whether reads and writes of the drives take turns.
+        passes_host: Whether what devices exchange passes through host memory.
     """
     found = _LINKS | (_THROUGH_HOST if passes_host else {})
     return found | dict.fromkeys(_DRIVES, Lane.WRITE) if drives_share else found
 
 
 class TaskSpan(NamedTuple):
-    """When a task runs, in seconds from the first one."""
+    """The time in which a task runs, in seconds from the first one."""
 
     begin_s: float
     end_s: float
@@ -70,9 +70,9 @@ class Timetable:
         """Start with everything free.
 
         Args:
-            waits_for_compute: The launching thread computes, so what it launches after a visit cannot begin
-                before the visit is done (a CPU, and emulated lanes).
-            link_of: As `links` returns it.
+            waits_for_compute: Whether the launching thread computes, so that what it launches after a visit
+                cannot begin before the visit is done (a CPU, and emulated lanes).
+            link_of: The link on which each lane takes turns, as `links` returns it.
         """
         self._links = [_NUMBERS[link_of[lane]] if lane in link_of else -1 for lane in Lane]
         self._waits_for_compute = waits_for_compute
@@ -168,9 +168,9 @@ def steady(
     one's forward is over, so the second of two steps is like all that follow.
 
     Args:
-        tasks: Of one step.
-        waits_for_compute: See `Timetable`.
-        link_of: See `Timetable`.
+        tasks: The tasks of one step.
+        waits_for_compute: Whether the launching thread computes, as in `Timetable`.
+        link_of: The link on which each lane takes turns, as in `Timetable`.
     """
     timetable = Timetable(waits_for_compute=waits_for_compute, link_of=link_of)
     before = timetable.place(tasks)

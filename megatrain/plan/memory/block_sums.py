@@ -29,7 +29,7 @@ class BlockSums:
 
     @classmethod
     def of(cls, anatomy: Anatomy, fragments: bool) -> BlockSums:
-        """Return the block_sums of a model, made once."""
+        """Return the sums over the blocks of a model, made once."""
         known = _BLOCK_SUMS.setdefault(anatomy, {})
         if fragments not in known:
             known[fragments] = cls(anatomy, fragments)
@@ -151,7 +151,7 @@ class BlockSums:
         """Return one block of every size there is among resident, streamed and outer ones.
 
         Returns:
-            Its number, and whether it is outside all layers.
+            The number of each such block, and whether it is outside all layers.
         """
         first = self.first_streamed(choice)
         known = (first, choice.outer_streams)
@@ -176,9 +176,9 @@ class BlockSums:
         """Return the bytes that a step fetches and offloads, activations apart.
 
         Args:
-            choice: Resolved.
-            step: Its partial sums, or those of a rank's part of it.
-            gathers_among: That fetch a piece of weights each, and gather them.
+            choice: The choice, in which nothing is open.
+            step: The partial sums of the step, or of a rank's part of it.
+            gathers_among: The number of ranks that fetch a piece of weights each, and gather them.
         """
         num_micro_batches, num_ranks = step.runs.num_micro_batches, step.num_ranks
         layers = self.totals[self.first_streamed(choice) : self.first_outer]
@@ -251,11 +251,11 @@ class BlockSums:
         return sorted(range(self.num_blocks), key=self.by_size.__getitem__)
 
     def is_state_on_drives(self, choice: Choice, block: int) -> bool:
-        """Whether a block's remainder and optimizer state are on drives."""
+        """Return whether a block's remainder and optimizer state are on drives."""
         return choice.tier("moments") == "nvme" and self.rank[block] >= choice.blocks_in_ram
 
     def is_working_on_drives(self, choice: Choice, block: int) -> bool:
-        """Whether a block's weights are on drives."""
+        """Return whether a block's weights are on drives."""
         return choice.tier("working") == "nvme" and self.rank[block] >= choice.weights_in_ram
 
     def drive_bytes(

@@ -57,14 +57,14 @@ class DevicePeaks:
         """Add up what earlier layers leave.
 
         Args:
-            anatomy: Of the model.
-            choice: With one policy per layer.
-            batch: Of a step.
+            anatomy: The anatomy of the model.
+            choice: The choice, with one policy per layer.
+            batch: The batch of a step.
             optimizer: The optimizer of the run.
-            overlaps: The lanes run at the same time: gradients are rounded on their way home while backward
-                goes on, and blocks update on the device while the first layers' forward does. False: one
-                after the other, as on a CPU.
-            has_scratch: Updates on the device run as operations of a GPU, which take scratch memory.
+            overlaps: Whether the lanes run at the same time: gradients are rounded on their way home while
+                backward goes on, and blocks update on the device while the first layers' forward does. False:
+                they run one after the other, as on a CPU.
+            has_scratch: Whether updates on the device run as operations of a GPU, which take scratch memory.
         """
         self._overlaps, self._has_scratch, self._optimizer = overlaps, has_scratch, optimizer
         self._anatomy = anatomy

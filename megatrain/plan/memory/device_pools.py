@@ -30,12 +30,12 @@ def device_peak_bytes(
     """Return the device's pools, as they are when all together are largest.
 
     Args:
-        anatomy: Of the model, for micro-batches as `batch` has them.
-        choice: With one policy per layer.
-        batch: Of a step.
+        anatomy: The anatomy of the model, for micro-batches as `batch` has them.
+        choice: The choice, with one policy per layer.
+        batch: The batch of a step.
         optimizer: The optimizer of the run.
-        overlaps: The lanes run at the same time, as on a GPU; see `DevicePeaks`.
-        has_scratch: Updates on the device take scratch memory; see there.
+        overlaps: Whether the lanes run at the same time, as on a GPU; see `DevicePeaks`.
+        has_scratch: Whether updates on the device take scratch memory; see `DevicePeaks`.
     """
     found = allocated(anatomy, choice, batch, optimizer)
     peaks = DevicePeaks(anatomy, choice, batch, optimizer, overlaps=overlaps, has_scratch=has_scratch)

@@ -14,7 +14,7 @@ from megatrain.plan.memory.block_sums import BlockSums
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """How a layer runs, and what of a visit leaves the device after its forward."""
+    """The way in which a layer runs, and what of a visit leaves the device after its forward."""
 
     policy: Policy
     """What stays of it. What the last layer would send to the host is needed first, and stays there."""

@@ -26,12 +26,12 @@ def most_without_gradients(
     many as a round has always fit.
 
     Args:
-        anatomy: Of the model, for micro-batches as `batch` has them.
-        choice: Resolved.
-        batch: Of a step.
+        anatomy: The anatomy of the model, for micro-batches as `batch` has them.
+        choice: The choice, in which nothing is open.
+        batch: The batch of a step.
         optimizer: The optimizer of the run.
-        overlaps: As in `DevicePeaks`.
-        has_scratch: As there.
+        overlaps: Whether the lanes run at the same time, as in `DevicePeaks`.
+        has_scratch: Whether updates on the device take scratch memory, as in `DevicePeaks`.
     """
     peaks = DevicePeaks(anatomy, choice, batch, optimizer, overlaps=overlaps, has_scratch=has_scratch)
     boundary = max(layer.boundary_bytes for layer in anatomy.layers)

@@ -16,7 +16,7 @@ from megatrain.plan.program.block_size import BlockSize
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """What streams as one under a choice."""
+    """The part of a model that streams as one under a choice."""
 
     size: BlockSize
     """What the schedule knows of it."""
@@ -37,10 +37,10 @@ def list_blocks(
     """List the blocks of a choice: of all layers in forward order, then the outer ones.
 
     Args:
-        anatomy: Of the model.
-        choice: Resolved.
+        anatomy: The anatomy of the model.
+        choice: The choice, in which nothing is open.
         optimizer: The optimizer that updates them.
-        batch: Which says how many ranks there are, see `planned_share`; None: one.
+        batch: The batch, which says how many ranks there are, see `planned_share`; None: there is one.
     """
     exchange, among = Exchange(), 1
     if batch is not None:

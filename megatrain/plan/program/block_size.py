@@ -13,7 +13,7 @@ from megatrain.layout.ownership import Share, piece_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSize:
-    """What a schedule needs to know of a block."""
+    """The bytes and facts of a block that a schedule needs."""
 
     is_streamed: bool
     is_trained: bool
@@ -65,13 +65,14 @@ class BlockSize:
         """Return what a schedule needs to know of a block, but for what a rank sends to others.
 
         Args:
-            sizes: Of the block.
-            is_streamed: Its weights are on the device for a visit at a time.
-            on_device: It is updated there.
+            sizes: The sizes of the block.
+            is_streamed: Whether its weights are on the device for a visit at a time.
+            on_device: Whether it is updated on the device.
             optimizer: The optimizer that updates it.
-            share: What of its state this rank keeps; None: all.
-            gathers_among: Ranks that fetch a piece of the weights each, and gather them; 1: none does.
-            sequence: Ranks that share out rows.
+            share: The share of its state that this rank keeps; None: all.
+            gathers_among: The number of ranks that fetch a piece of the weights each, and gather them; 1:
+                none does.
+            sequence: The number of ranks that share out rows.
         """
         own = sizes if share is None else share.sizes
         size = cls(

@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 class Prices(Protocol):
-    """Seconds of what operations do on a machine; `Pricing` has more methods, for `Operation.rate`."""
+    """The seconds of what operations do on a machine; `Pricing` has more methods, for `Operation.rate`."""
 
     passes_host: bool
     """What the ranks of a node exchange passes through its memory."""
@@ -148,12 +148,12 @@ class Operation:
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
-        """Buffers that the operation reads."""
+        """Return the buffers that the operation reads."""
         return self.touches()[0]
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
-        """Buffers that the operation writes."""
+        """Return the buffers that the operation writes."""
         return self.touches()[1]
 
     def seconds(self, prices: Prices) -> float:

@@ -21,8 +21,9 @@ def read_ahead(
 
     Args:
         operations: The program, in order.
-        is_ours: Says whether an operation needs a read.
-        surround: Returns the read for an operation and a buffer, and what takes the operation's place.
+        is_ours: A function that returns whether an operation needs a read.
+        surround: A function that returns the read for an operation and a buffer, and what takes the
+            operation's place.
         num_buffers: The number of host buffers, used in turn.
     """
     numbers = {place: n for n, place in enumerate(p for p, op in enumerate(operations) if is_ours(op))}

@@ -39,14 +39,14 @@ def schedule(
     Gradients go home; where they wait elsewhere, or ranks exchange them, a feature's pass says so afterwards.
 
     Args:
-        visits: What the model will do, in order.
+        visits: The visits that the model will make, in order.
         sizes: The blocks' sizes, streamed or not.
-        contents: What each slot holds at the start (None: nothing of use).
+        contents: The block that each slot holds at the start; None: nothing of use.
         num_gradient_buffers: The number of device buffers in which gradients add up, used in turn.
-        first_gradient_buffer: The first one to use.
-        pinned: Slots that must keep their content.
-        outer: Blocks in no layer, which the head reads.
-        saved_bytes: What a micro-batch saves to the host, by block; none: it is not known.
+        first_gradient_buffer: The number of the first of these buffers to use.
+        pinned: The slots that must keep their content.
+        outer: The blocks in no layer, which the head reads.
+        saved_bytes: The bytes that a micro-batch saves to the host, by block; none: they are not known.
 
     Raises:
         AssertionError: More gradients add up at the same time than there are buffers.
@@ -92,7 +92,7 @@ def schedule(
 
 
 class _Placing:
-    """Which block is in which slot, and the fetches that this takes."""
+    """The slots with the block that is in each, and the fetches that this takes."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Placing:
 
 
 class _Rings:
-    """Which gradient buffer holds the sum of which block."""
+    """The gradient buffers with the block whose sum each holds."""
 
     def __init__(
         self, visits: Sequence[Visit], sizes: Sequence[BlockSize], num_buffers: int, first: int
@@ -196,7 +196,7 @@ class _Rings:
         return operations
 
     def _is_passed(self, block: int, start: int, stop: int) -> bool:
-        """Whether a backward passes the block in visits `[start, stop)`: its sum is not there before."""
+        """Return whether a backward passes the block in visits `[start, stop)`: its sum comes no sooner."""
         return any(v.is_backward and v.block == block for v in self._visits[start:stop])
 
     def _take(self, block: int) -> int:

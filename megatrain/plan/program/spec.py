@@ -13,7 +13,7 @@ from megatrain.plan.program.visits import Ends, LayerPlan, Round, Visit, layer_p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveSpec:
-    """Which blocks have state on drives, and the bytes of every block's image there."""
+    """The blocks that have state on drives, and the bytes of every block's image there."""
 
     state_bytes: Sequence[int]
     """By block: remainder and moments, in whole pages."""
@@ -38,7 +38,8 @@ class DriveSpec:
 
         Args:
             trained: The blocks that are updated.
-            commit_every: Steps between commits, of which each has its part; None: there are none.
+            commit_every: The number of steps between commits, of which each has its part; None: there are
+                none.
         """
         written = sum(self.update_bytes(block) for block in trained if block in self.state)
         if commit_every is not None:  # one writes what is in RAM too, weights as well: so that it is whole
@@ -54,7 +55,7 @@ class DriveSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec:
-    """What decides the program of a step: the blocks, and a choice for them."""
+    """The specification from which a step's program follows: the blocks, and a choice for them."""
 
     sizes: Sequence[BlockSize]
     layers: Sequence[LayerPlan]
@@ -140,10 +141,10 @@ class StepSpec:
         """Return where a block's gradient goes when it leaves its buffer.
 
         Args:
-            block: Its number.
-            completes: False: it is a sum that goes on adding up in a later round. Those may all wait on
-                drives. If not, one in fp32 waits where it will be complete: it takes no more room there.
-                Others are wider, and the host keeps them.
+            block: The number of the block.
+            completes: Whether the gradient is complete. False: it is a sum that goes on adding up in a later
+                round. Those may all wait on drives. If not, one in fp32 waits where it will be complete: it
+                takes no more room there. Others are wider, and the host keeps them.
         """
         if self.sums == "nvme" and not completes:
             return "nvme"
@@ -153,24 +154,24 @@ class StepSpec:
 
     @property
     def keeps_wide_sums(self) -> bool:
-        """Whether what adds up over rounds is kept apart from complete gradients, and on the host."""
+        """Return whether what adds up over rounds is kept apart from complete gradients, and on the host."""
         return self.splits or self.num_runs > 1 or self.num_ranks > 1
 
     @property
     def is_immediate(self) -> bool:
-        """Whether a block is updated as soon as its gradient is complete."""
+        """Return whether a block is updated as soon as its gradient is complete."""
         return self.updates == "immediate"
 
     @property
     def num_backwards(self) -> int:
-        """Backward visits of one micro-batch."""
+        """Return the number of backward visits of one micro-batch."""
         inside = sum(len(layer.blocks) for layer in self.layers[self.first_trained :])
         outside = (*self.outer, *self.ends.embeddings)
         return inside + sum(self.sizes[block].is_trained for block in outside) + len(self.ends.heads)
 
     @property
     def has_shares(self) -> bool:
-        """Whether several ranks update a share of each block."""
+        """Return whether several ranks update a share of each block."""
         return self.num_ranks > 1
 
     def visits(self, round_: Round) -> list[Visit]:
@@ -185,7 +186,7 @@ class StepSpec:
         )
 
     def has_buffers(self, visits: Sequence[Visit]) -> bool:
-        """Whether there are gradient buffers for all that adds up at the same time in a round's visits."""
+        """Return whether there are gradient buffers for all that adds up at once in a round's visits."""
         sizes = self.sizes
         own = [v for v in visits if v.block >= 0 and sizes[v.block].is_trained and sizes[v.block].is_streamed]
         return most_open(self.with_sums(own)) <= self.num_gradient_buffers

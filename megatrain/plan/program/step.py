@@ -51,14 +51,14 @@ def visits_program(
     """Place all copies around visits.
 
     Args:
-        spec: The step's.
-        visits: What the model will do, in order.
-        contents: What each slot holds at the start.
-        fetches_outer: The weights of outer blocks on the device are out of date.
-        first_gradient_buffer: The first gradient buffer to use.
-        pinned: Slots that keep their content.
+        spec: The specification of the step.
+        visits: The visits that the model will make, in order.
+        contents: The block that each slot holds at the start; None: nothing of use.
+        fetches_outer: Whether the weights of outer blocks on the device are out of date.
+        first_gradient_buffer: The number of the first gradient buffer to use.
+        pinned: The slots that keep their content.
         at_once: The way of complete gradients to the updates that follow them at once; None: none do.
-        gathers: All ranks make these visits, so they may gather weights.
+        gathers: Whether all ranks make these visits, so that they may gather weights.
     """
     placed = schedule(
         spec.with_sums(visits),
@@ -112,10 +112,10 @@ def complete_program(
     """List what completes the gradients that the rounds have left where they add up.
 
     Args:
-        spec: The step's.
-        away: Resident blocks whose sums are wanted at home, or rounded where they are to wait.
-        on_host: Blocks whose rounds have added up on the host.
-        on_drives: Blocks whose sums wait there.
+        spec: The specification of the step.
+        away: The resident blocks whose sums are wanted at home, or rounded where they are to wait.
+        on_host: The blocks whose rounds have added up on the host.
+        on_drives: The blocks whose sums wait there.
         at_once: The way of these gradients to the updates that follow them at once; None: none do.
     """
     operations: list[Operation] = []
@@ -141,8 +141,8 @@ def offload_of_sum(spec: StepSpec, taken: SumTaken) -> list[Operation]:
     """List the copies of a sum whose round has not ended as foreseen to where later visits load it from.
 
     Args:
-        spec: The step's.
-        taken: What was foreseen to take the sum out of its buffer.
+        spec: The specification of the step.
+        taken: The operation that was foreseen to take the sum out of its buffer.
     """
     size, tier = spec.sizes[taken.block], spec.tier(taken.block, completes=False)
     if tier == "device":
@@ -163,13 +163,14 @@ def update_program(
     """List the end of a step whose gradients are complete: their norm, then the updates.
 
     Args:
-        spec: The step's.
-        blocks: Those with a gradient, in any order; updates come as the next forward wants the blocks, and
-            what is in use during a whole pass comes first.
-        updated: Blocks that were updated at once already.
-        held: Blocks whose gradients wait on the device: each is taken home before its update, and the copy
-            need not wait for the norm.
-        on_drives: Blocks whose gradients wait there: each is read before its update, ahead of the norm too.
+        spec: The specification of the step.
+        blocks: The blocks with a gradient, in any order; updates come as the next forward wants the blocks,
+            and what is in use during a whole pass comes first.
+        updated: The blocks that were updated at once already.
+        held: The blocks whose gradients wait on the device: each is taken home before its update, and the
+            copy need not wait for the norm.
+        on_drives: The blocks whose gradients wait there: each is read before its update, ahead of the norm
+            too.
     """
     outer = {*spec.outer, *spec.ends.embeddings}
     ordered = sorted(blocks, key=lambda block: (block not in outer, block))
@@ -225,12 +226,12 @@ def step_program(
     """List a whole step among many equal ones.
 
     Args:
-        spec: The step's.
+        spec: The specification of the step.
         rounds: The numbers of micro-batches that pass in each visit of each round.
-        sums: What each does with partial sums of a gradient; None: there is one, that of one run.
+        sums: The partial sums that each round loads and leaves; None: there is one, that of one run.
         num_passes_before: The number of passes without gradients that come before the losses of each round.
-        in_pieces: A commit is listed piece by piece; see `commit_program`.
-        commit_every: Steps between commits of state on drives; None: there are none.
+        in_pieces: Whether a commit is listed piece by piece; see `commit_program`.
+        commit_every: The number of steps between commits of state on drives; None: there are none.
     """
 
     def visits_of(micro_batches: Sequence[int], loads: bool, completes: bool) -> list[Visit]:

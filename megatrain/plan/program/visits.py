@@ -48,23 +48,23 @@ class Visit:
 
     @property
     def needs_sum(self) -> bool:
-        """Whether what earlier rounds left has to be on the device."""
+        """Return whether what earlier rounds left has to be on the device."""
         return self.loads and not self.sums_on_host and len(self.sums.loaded) > 0
 
     @property
     def adds_up(self) -> bool:
-        """Whether its gradient is a part of a sum: of micro-batches, rounds, parts of a head, or ranks."""
+        """Return whether its gradient is a part of a sum of micro-batches, rounds, head parts or ranks."""
         return self.adds or self.loads or self.is_head or self.sums.exchanges
 
     @property
     def bare(self) -> Visit:
-        """The same without what it does to gradients and activations: what can be seen from outside."""
+        """Return what can be seen of it from outside: without what it does to gradients and activations."""
         return Visit(self.block, self.is_backward, self.micro_batch)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """How a decoder layer is passed."""
+    """The way in which a decoder layer is passed."""
 
     blocks: tuple[int, ...]
     """Its fragments in forward order; a layer that streams as a whole is its own one."""
@@ -91,7 +91,7 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """How the micro-batches of a round pass the model."""
+    """The way in which the micro-batches of a round pass the model."""
 
     num_micro_batches: int = 1
     """How many they are. They start in reverse order, so that autograd, which takes what was made last first,
@@ -124,12 +124,12 @@ def round_visits(
     Args:
         layers: The layers, in forward order.
         round_: The round; None: that of one micro-batch.
-        outer: Blocks in no layer. They are in use during a whole pass: the model finds them when it begins,
-            and their gradients are complete when its backward ends.
-        behind: Those of them that the model passes behind all layers: their gradients are complete when the
-            head's backward ends.
-        ends: Outer blocks that stream. The micro-batches pass the embedding as they start, and the head when
-            all of them have passed the last layer.
+        outer: The blocks in no layer. They are in use during a whole pass: the model finds them when it
+            begins, and their gradients are complete when its backward ends.
+        behind: The outer blocks that the model passes behind all layers: their gradients are complete when
+            the head's backward ends.
+        ends: The outer blocks that stream. The micro-batches pass the embedding as they start, and the head
+            when all of them have passed the last layer.
         first_trained: The layer with which backward ends: nothing before it is trained.
     """
     ends, round_ = ends or Ends(), round_ or Round()
@@ -200,7 +200,7 @@ def _layers_back(
     """List the visits of the backward through the layers, the last layer first.
 
     Returns:
-        By layer: of each micro-batch; and what all of them pass before the first one's, to make boundaries
+        The visits of each layer, by micro-batch; and those before the first one's, which make boundaries
         again.
     """
     found: list[list[list[Visit]]] = []
@@ -281,8 +281,8 @@ def layer_plans(
 
     Args:
         policies: The policy of each layer: what stays of it until its backward.
-        blocks: Of each layer.
-        boundaries: Where the inputs of recomputed layers wait.
+        blocks: The numbers of the blocks of each layer.
+        boundaries: The place where the inputs of recomputed layers wait.
         saved: The bytes that a micro-batch saves of each layer, and the room that they take on the host;
             None: these are not known.
     """
@@ -306,10 +306,10 @@ def step_visits(
     """List the visits of all rounds of a step.
 
     Args:
-        visits_of: Lists those of a round, by its size, whether earlier ones left gradients to add to, and
-            whether no later one follows.
-        rounds: The size of each, as `visits_of` takes it.
-        sums: What each does with partial sums, as `StepSums.by_round` says.
+        visits_of: A function that lists the visits of a round, by its size, whether earlier ones left
+            gradients to add to, and whether no later one follows.
+        rounds: The size of each round, as `visits_of` takes it.
+        sums: The partial sums that each round loads and leaves, as `StepSums.by_round` returns them.
     """
     visits = []
     for number, size in enumerate(rounds):

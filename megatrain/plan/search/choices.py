@@ -29,7 +29,7 @@ from megatrain.plan.search.request import Request, excess, is_too_large, overflo
 
 
 class Breadth(Enum):
-    """How many of the possible choices to list."""
+    """The part of the possible choices that is listed."""
 
     LEAST = "those that take least memory"
     COARSE = "a few that differ much, to go on from"
@@ -101,7 +101,7 @@ def _fitting(request: Request) -> list[tuple[frozenset[tuple[str, str]], list[Ch
 
 
 def _has_ram(request: Request, tiers: frozenset[tuple[str, str]]) -> bool:
-    """Whether RAM holds the planes of all blocks that are not on drives, which every choice takes there."""
+    """Return whether RAM holds the planes of all blocks not on drives, which every choice takes there."""
     limit, there = request.limits["ram"], dict(tiers)
     assert limit is not None
     totals = BlockSums.of(request.anatomy, fragments=False)
@@ -123,7 +123,7 @@ def least(request: Request) -> Choice:
     """Return the choice that is least over the limits, with nothing resident and nothing kept.
 
     Raises:
-        ConfigError: What the user has set excludes every choice.
+        ConfigError: The user's settings exclude every choice.
     """
 
     def shortage(choice: Choice) -> tuple[float, ...]:
@@ -147,8 +147,8 @@ def least_bytes(request: Request, tier: str) -> int | None:
     """Return the fewest bytes of a tier with which a choice fits, the others being as they are; None: none.
 
     Args:
-        request: What is asked for; its limit of this tier does not count.
-        tier: `device`, `ram` or `nvme`.
+        request: The request; its limit of this tier does not count.
+        tier: The tier: `device`, `ram` or `nvme`.
     """
     needs = [
         sum(pool.nbytes for pool in pools_of(request, frame) if pool.tier == tier)
@@ -289,7 +289,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
 
 
 def is_allowed(request: Request, choice: Choice) -> bool:
-    """Whether the engine can run a choice; what fits is another question."""
+    """Return whether the engine can run a choice; what fits is another question."""
     parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
     if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
         return False  # the gradients of a layer's fragments add up at the same time
@@ -307,7 +307,7 @@ def is_allowed(request: Request, choice: Choice) -> bool:
 
 
 def may_be_resident(request: Request, choice: Choice) -> bool:
-    """Whether blocks may be on the device for good: not from drives, nor in shares that cut scales."""
+    """Return whether blocks may be on the device for good: not from drives, nor in shares that cut scales."""
     return not choice.uses_drives and (not request.optimizer.has_scales or request.batch.num_ranks == 1)
 
 
@@ -327,7 +327,7 @@ def outer_options(request: Request) -> list[bool]:
 
 
 def may_stream_outer(request: Request) -> bool:
-    """Whether embedding and head can stream: not if they are tied."""
+    """Return whether embedding and head can stream: not if they are tied."""
     return {part.kind for part in request.anatomy.outer if part.may_stream} == {"embedding", "head"}
 
 

@@ -15,13 +15,13 @@ def conservative(choice: Choice, num_layers: int, num_parts: int, fits: Callable
     copies and compute; where blocks are too large for that, there is one, and then layers come in fragments.
 
     Args:
-        choice: With what is decided, which is kept.
-        num_layers: Of the model.
-        num_parts: Most fragments that a layer has.
-        fits: Whether the device holds the blocks of a resolved choice.
+        choice: The choice as far as it is decided; what is decided is kept.
+        num_layers: The number of layers of the model.
+        num_parts: The largest number of fragments of a layer.
+        fits: A function that returns whether the device holds the blocks of a resolved choice.
 
     Returns:
-        The first of these that fits; the smallest if none does.
+        The first such choice that fits; the smallest if none does.
     """
     frames = list(_smaller_and_smaller(choice, num_layers, num_parts))
     return next((frame for frame in frames if fits(frame)), frames[-1])

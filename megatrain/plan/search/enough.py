@@ -13,7 +13,7 @@ from megatrain.plan.search.sizes import DRIVE_SIZES, MEMORY_SIZES, Size, least_s
 
 
 def fits(request: Request) -> bool:
-    """Whether a request has a choice that fits."""
+    """Return whether a request has a choice that fits."""
     return first_fit(request) is not None
 
 

@@ -25,7 +25,7 @@ def fastest(requests: Sequence[Request]) -> Request:
     """Return the request whose plan should be the fastest; the first one if none fits.
 
     Args:
-        requests: For the same step in micro-batches of another size each, the smallest first.
+        requests: The requests for the same step in micro-batches of another size each, the smallest first.
     """
     best, best_s = requests[0], float("inf")
     for request in requests:
@@ -39,8 +39,8 @@ def in_smaller_micro_batches(request: Request, recount: Callable[..., Anatomy]) 
     """Yield the same step in micro-batches of a half, a quarter, ... of the rows, down to one.
 
     Args:
-        request: Of a step.
-        recount: Counts its model anew with another `micro_batch_size`.
+        request: The request for a step.
+        recount: A function that counts its model anew with another `micro_batch_size`.
     """
     batch = request.batch
     size, count = batch.micro_batch_size, batch.num_micro_batches

@@ -114,9 +114,9 @@ def _mixed(request: Request, choice: Choice, residents: Sequence[int] = ()) -> I
     """Yield every combination of policies of the layers, whether or not it fits.
 
     Args:
-        request: What is asked for.
-        choice: With everything else.
-        residents: Numbers of resident layers; none: as many as the choice has, one less and one more.
+        request: The request to plan.
+        choice: The choice that says everything else.
+        residents: The numbers of resident layers; none: as many as the choice has, one less and one more.
     """
     policies = [policy.name for policy in possible(request, POLICIES.values())]
     numbers = set(residents) or {choice.resident_layers}

@@ -16,7 +16,7 @@ SMALL = 4
 
 
 def may_wait_elsewhere(request: Request, choice: Choice) -> bool:
-    """Whether complete gradients may wait elsewhere than on the host: where no sum of rounds waits there."""
+    """Return whether complete gradients may wait off the host: where no sum of rounds waits there."""
     is_one_round = choice.lockstep >= request.batch.num_micro_batches
     is_free = choice.sums == "nvme" or (choice.sums == "device" and is_one_round)
     return choice.updates == "deferred" and is_free
@@ -32,7 +32,7 @@ def sum_options(request: Request) -> list[str]:
 
 
 def may_sum_on_drives(request: Request) -> bool:
-    """Whether sums may wait on drives: there is room for one of each gradient, of one rank."""
+    """Return whether sums may wait on drives: there is room for one of each gradient, of one rank."""
     has_drives = request.spec.drives is not None and request.optimizer.goes_on_drives
     return has_drives and request.batch.num_runs == request.batch.num_ranks == 1
 

@@ -32,9 +32,9 @@ def make_plan(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: fl
     """Return the plan of the fastest choice that fits; one that does not fit says what is too small.
 
     Args:
-        request: What is asked for.
-        budget: Operations that are placed before the best choice so far is taken; see `search`.
-        enough_s: Seconds of a step that are few enough to look no further.
+        request: The request to plan.
+        budget: The number of operations that are placed before the best choice so far is taken; see `search`.
+        enough_s: The seconds of a step that are few enough to look no further.
     """
     began_s = time.perf_counter()
     found = search(request, budget=budget, enough_s=enough_s)

@@ -33,7 +33,7 @@ SmallerStep = Callable[[int, int], str]
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something that a user could change, and the request that it makes, which fits."""
+    """A change that a user could make, with the request that it makes, which fits."""
 
     text: str
     """As options: `memory.fragments=true`, `--nvme 2TB`."""
@@ -50,10 +50,12 @@ def advise(
     """Return what a user could change so that a model fits: one line each, settings before hardware.
 
     Args:
-        request: What does not fit.
-        recount: Counts the model anew with another `precision`, `micro_batch_size` or `seq_len`.
-        is_running: A run is about to begin, on a machine that is as it is: only settings can be changed.
-        smaller: Says the settings of a smaller step; None: the step is to stay as it is.
+        request: The request that does not fit.
+        recount: A function that counts the model anew with another `precision`, `micro_batch_size` or
+            `seq_len`.
+        is_running: Whether a run is about to begin, on a machine that is as it is: only settings can be
+            changed.
+        smaller: A function that returns the settings of a smaller step; None: the step is to stay as it is.
     """
     found = list(islice(list_settings(request, recount, smaller), _MOST_SETTINGS))
     memory = list(islice(list_memory(request, is_running=is_running), _MOST_MEMORY))
@@ -203,7 +205,7 @@ def _word(value: object) -> str:
 
 
 def _is_short_of_passing_memory(request: Request) -> bool:
-    """Whether activations make the difference: then a smaller batch may help."""
+    """Return whether activations make the difference: then a smaller batch may help."""
     tier = "ram" if request.spec.is_cpu else "device"
     held, limit = least_held(request, tier), request.limits[tier]
     return held is not None and (limit is None or held <= limit)

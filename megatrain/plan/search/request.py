@@ -42,7 +42,7 @@ batch."""
 
 @dataclass(frozen=True, kw_only=True)  # without slots: what follows from it is found once
 class Request:
-    """What a plan is asked for."""
+    """A request for a plan: the machine, the model and the batch, with what is decided."""
 
     spec: HardwareSpec
     """The machine; of several nodes, one of them."""
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def commits(self) -> bool:
-        """Whether the run commits its state."""
+        """Return whether the run commits its state."""
         return self.commit_every is not None
 
     def step(self, choice: Choice) -> Step:
@@ -115,7 +115,7 @@ class Request:
 
     @cached_property
     def has_scratch(self) -> bool:
-        """Whether updates on the device are torch's operations, which take scratch memory."""
+        """Return whether updates on the device are torch's operations, which take scratch memory."""
         spec = self.spec
         return spec.updates_with_scratch or (spec.has_accelerator and not self.optimizer.may_fuse)
 
@@ -143,7 +143,7 @@ class Request:
 
     @property
     def _free_bytes(self) -> int:
-        """Bytes of host memory that stay free."""
+        """Return the bytes of host memory that stay free."""
         return 0 if self.host_limit is not None else int(min(_FREE_SHARE * self.spec.host_bytes, _FREE_BYTES))
 
     @property
@@ -229,7 +229,7 @@ def excess(request: Request, choice: Choice) -> int:
 
 
 def is_too_large(request: Request, choice: Choice) -> bool:
-    """Whether a choice is over the device's limit, whatever is on drives: what takes least time to see."""
+    """Return whether a choice is over the device's limit, whatever is on drives: the quickest check."""
     limit = request.limits["device"]
     return limit is not None and not request.spec.is_cpu and _device_bytes(request, choice) > limit
 

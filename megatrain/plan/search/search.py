@@ -63,9 +63,9 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
     `Policy.refines` says.
 
     Args:
-        request: What is asked for.
-        budget: Operations that are placed before the best choice so far is taken.
-        enough_s: Seconds of a step with which the search ends.
+        request: The request to plan.
+        budget: The number of operations that are placed before the best choice so far is taken.
+        enough_s: The seconds of a step with which the search ends.
     """
     first, *others = values_of(request.choice.sums, sum_options(request))
     others = others if request.batch.num_micro_batches > 1 else []
@@ -209,7 +209,7 @@ class _Race:
                 self.best = step
 
     def _has_ended(self) -> bool:
-        """Whether the budget is spent, or the best is fast enough: not before there is a choice to take."""
+        """Return whether the budget is spent, or the best is fast enough: not before a choice is found."""
         self.is_over = self.best is not None and (self._budget <= 0 or self.best.step_s <= self._enough_s)
         return self.is_over
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True, slots=True)
 class Size:
-    """Bytes, and how an option takes them: `60GiB`, `9.5TB`."""
+    """A number of bytes, and how an option takes it: `60GiB`, `9.5TB`."""
 
     nbytes: int
     text: str
@@ -37,9 +37,9 @@ def least_size(sizes: Sequence[Size], fits: Callable[[int], bool], *, guess: int
     """Return the size that is enough while the one before it is not; None: none is.
 
     Args:
-        sizes: In order.
-        fits: Whether so many bytes are enough; what is, stays so with more.
-        guess: Bytes near which the search begins, so that few are tried.
+        sizes: The sizes, in ascending order.
+        fits: A function that returns whether so many bytes are enough; if some are, more are too.
+        guess: The number of bytes near which the search begins, so that few are tried.
     """
     known: dict[int, bool] = {}
 

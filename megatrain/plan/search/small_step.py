@@ -32,8 +32,8 @@ class LargerStep:
         """Return one line: what the small step costs, and which setting makes it faster.
 
         Args:
-            plan: Of the small step.
-            setting: What makes the step larger.
+            plan: The plan of the small step.
+            setting: The setting that makes the step larger.
         """
         return (
             f"a step of {plan.batch.step_tokens:,} tokens is small: what takes longest is {plan.bound}; "
@@ -45,8 +45,8 @@ def larger_step(request: Request, plan: Plan) -> LargerStep | None:
     """Return the step with which training is about as fast as it gets; None: it is already, or none fits.
 
     Args:
-        request: For which the plan was made.
-        plan: That fits.
+        request: The request for which the plan was made.
+        plan: The plan, which fits.
     """
     batch = request.batch
     row_tokens = batch.seq_len * batch.rows_each

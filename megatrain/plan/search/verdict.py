@@ -30,7 +30,7 @@ _MEMORIES = {"ram": "host memory", "device": "device memory"}
 
 
 class Kind(Enum):
-    """Of a verdict, the gravest of what holds."""
+    """The kind of a verdict: the gravest of what holds."""
 
     FITS = "fits"
     TIGHT = "tight"
@@ -75,7 +75,7 @@ class Wear:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What is to be said of a plan."""
+    """The judgement of a plan."""
 
     fits: bool
     with_less: tuple[WithLess, ...] = ()
@@ -87,7 +87,7 @@ class Verdict:
 
     @property
     def kind(self) -> Kind:
-        """The gravest of what holds."""
+        """Return the gravest of what holds."""
         if not self.fits:
             return Kind.DOES_NOT_FIT
         if self.wear is not None:
@@ -96,13 +96,13 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """What a command ends with that has nothing else to say."""
+        """Return what a command ends with that has nothing else to say."""
         codes = {Kind.DOES_NOT_FIT: CapacityError.exit_code, Kind.WEARS_OUT: WearError.exit_code}
         return codes.get(self.kind, 0)
 
     @property
     def text(self) -> str:
-        """The verdict in a few words."""
+        """Return the verdict in a few words."""
         if not self.fits:
             return "DOES NOT FIT"
         words = ["FITS"]
@@ -124,7 +124,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict with its reasons."""
+        """Return the verdict with its reasons."""
         return "; ".join([self.text, *self.reasons])
 
     def json(self) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def judge(
     """Return the verdict on a plan.
 
     Args:
-        request: For which it was made.
+        request: The request for which the plan was made.
         plan: The plan.
-        tokens: That the run still trains on.
-        written_bytes: That it has written to its drives so far.
-        others: Returns what would be asked for in place of `request` where the device has less memory: the
-            same step in smaller micro-batches, as long as their size is open.
-        progress: Is told what takes time, before it begins.
+        tokens: The number of tokens that the run still trains on.
+        written_bytes: The bytes that the run has written to its drives so far.
+        others: A function that returns the requests in place of `request` where the device has less memory:
+            the same step in smaller micro-batches, as long as their size is open.
+        progress: A function that is told what takes time, before it begins.
     """
     if not plan.fits:
         return Verdict(fits=False)
@@ -220,10 +220,10 @@ def wear_of(request: Request, plan: Plan, *, tokens: int, written_bytes: int = 0
     """Return when a run has used up its drives; None: it does not, or that is not known.
 
     Args:
-        request: For which the plan was made.
-        plan: Of a step.
-        tokens: That the run still trains on.
-        written_bytes: That it has written so far.
+        request: The request for which the plan was made.
+        plan: The plan of a step.
+        tokens: The number of tokens that the run still trains on.
+        written_bytes: The bytes that the run has written to its drives so far.
     """
     money = economics(plan, request.spec, request.anatomy, tokens=tokens)
     if money.drive_days is None or not tokens:

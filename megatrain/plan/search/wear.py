@@ -32,7 +32,7 @@ _SEARCH_OPERATIONS = 7_500
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is left of a run, and how much it has written."""
+    """The rest of a run, with the bytes that it has written so far."""
 
     tokens: int
     written_bytes: int
@@ -40,7 +40,7 @@ class _Run:
     """As it is, it outlives its drives."""
 
     def spares(self, request: Request, plan: Plan) -> bool:
-        """Whether drives last as long as they should."""
+        """Return whether drives last as long as they should."""
         if self.is_worn:
             return wear_of(request, plan, tokens=self.tokens, written_bytes=self.written_bytes) is None
         days = drive_days(request, plan)
@@ -66,11 +66,12 @@ def spare_drives(
     """Yield what makes the drives last, planned with the number that it names; nothing if they do.
 
     Args:
-        request: For which the plan was made.
-        plan: That writes to drives.
-        tokens: That the run still trains on.
-        written_bytes: That it has written to its drives so far.
-        is_running: A run is about to begin: the machine is as it is, and options of `plan` are none of it.
+        request: The request for which the plan was made.
+        plan: The plan, which writes to drives.
+        tokens: The number of tokens that the run still trains on.
+        written_bytes: The bytes that the run has written to its drives so far.
+        is_running: Whether a run is about to begin: the machine is as it is then, and options of `plan` are
+            none of it.
     """
     wear = wear_of(request, plan, tokens=tokens, written_bytes=written_bytes)
     run = _Run(tokens, written_bytes, wear is not None)
@@ -130,10 +131,10 @@ def _least_steps(request: Request, plan: Plan, run: _Run, need: float) -> Plan |
     step that is much slower is none.
 
     Args:
-        request: For which `plan` was made.
-        plan: Of the step as it is.
-        run: That is planned.
-        need: How many times as long the drives should last.
+        request: The request for which `plan` was made.
+        plan: The plan of the step as it is.
+        run: The rest of the run that is planned.
+        need: The factor by which the drives should last longer.
     """
     for doublings in range(max(1, math.ceil(math.log2(need))), _MOST_DOUBLINGS + 1):
         count = request.batch.num_micro_batches << doublings

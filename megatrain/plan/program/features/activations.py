@@ -60,7 +60,7 @@ class Save(_OfVisit):
     way = "flush"
 
     def touches(self) -> Touched:
-        """From what leaves the device to where it waits, or passes."""
+        """Say that it reads what leaves the device and writes where that waits, or passes."""
         return (("leaving", self.saved % 2),), (self._at_home,)
 
 
@@ -71,7 +71,7 @@ class Stow(_OfVisit):
     label, lane, moves, rate = "stow", Lane.STOW, "drive_write_bytes", "write_s"
 
     def touches(self) -> Touched:
-        """From the host buffer to the room on the drives."""
+        """Say that it reads the host buffer and writes the room on the drives."""
         return (self._at_home,), (("scratch", self.saved),)
 
     def move(self, activations: Any, key: int) -> None:
@@ -81,19 +81,19 @@ class Stow(_OfVisit):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recall(_OfVisit):
-    """Read it back, ahead of its copy to the device."""
+    """Read a visit's saved activations back from the drives, ahead of their copy to the device."""
 
     label, lane, moves, rate = "recall", Lane.RECALL, "drive_read_bytes", "read_s"
     way = "recall"
 
     def touches(self) -> Touched:
-        """From the room on the drives to the host buffer."""
+        """Say that it reads the room on the drives and writes the host buffer."""
         return (("scratch", self.saved),), (self._at_home,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restore(_OfVisit):
-    """Copy them back to the device, one visit before they are needed."""
+    """Copy a visit's saved activations back to the device, one visit before they are needed."""
 
     arrival: int = -1
     """One of two places on the device."""
@@ -102,7 +102,7 @@ class Restore(_OfVisit):
     way = "prefetch"
 
     def touches(self) -> Touched:
-        """From where they wait, or pass, to where they arrive."""
+        """Say that it reads where they wait, or pass, and writes where they arrive."""
         return (self._at_home,), (("arriving", self.arrival),)
 
 

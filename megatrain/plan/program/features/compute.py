@@ -22,7 +22,7 @@ class Forward(BlockPass):
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
-        """What a visit saves, which leaves one visit later: two at a time are on the device."""
+        """Return what a visit saves, which leaves one visit later: two at a time are on the device."""
         return (("leaving", self.saved % 2),) if self.saved >= 0 else ()
 
 
@@ -37,16 +37,16 @@ class Backward(BlockPass):
 
     @property
     def adds(self) -> bool:
-        """Whether the gradient adds to that of earlier micro-batches of the step."""
+        """Return whether the gradient adds to that of earlier micro-batches of the step."""
         return self.visit.loads or self.visit.adds
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
-        """Where gradients add up: a buffer of the ring, or the resident block's own."""
+        """Return where gradients add up: a buffer of the ring, or the resident block's own."""
         return (gradients_buffer(self.block, self.gradient_buffer),) if self.collects else ()
 
     def tasks(self, prices: Prices) -> tuple[Task, ...]:
-        """Return two: only what autograd has made needs the gradient buffer, not what makes it."""
+        """Return two tasks: only what autograd has made needs the gradient buffer, not what makes it."""
         visit = Task(self.lane, self.seconds(prices), self.reads, (), self.label)
         return visit, Task(self.lane, 0.0, (), self.writes, "collect")
 
@@ -63,11 +63,11 @@ class HeadForward(Operation):
 
     @property
     def micro_batch(self) -> int:
-        """Number within the round."""
+        """Return the number of the micro-batch within the round."""
         return self.visit.micro_batch
 
     def touches(self) -> Touched:
-        """The weights of blocks in no layer are read."""
+        """Say that it reads the weights of blocks in no layer."""
         return tuple(("resident", block) for block in self.blocks), ()
 
     def seconds(self, prices: Prices) -> float:
@@ -77,7 +77,7 @@ class HeadForward(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadBackward(HeadForward):
-    """Autograd passes these, with what a head in chunks computes again."""
+    """Autograd passes the loss, the head and the final norm, with what a head in chunks computes again."""
 
     label, is_backward = "head backward", True
 

@@ -21,7 +21,7 @@ class Read(Operation):
     label, lane, moves, rate = "read", Lane.READ, "drive_read_bytes", "read_s"
 
     def touches(self) -> Touched:
-        """From the block's image to a host buffer."""
+        """Say that it reads the block's image and writes a host buffer."""
         return (("drive", self.block),), (("drive_staging", self.drive_staging),)
 
     def work(self, parts: Parts) -> Work:
@@ -31,7 +31,7 @@ class Read(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write(Operation):
-    """Write a block's state back to the drives; as the read."""
+    """Write a block's state back to the drives; several ranks write a part each."""
 
     drive_staging: int
 
@@ -39,7 +39,7 @@ class Write(Operation):
     changes = "change"
 
     def touches(self) -> Touched:
-        """From the host buffer to the block's image."""
+        """Say that it reads the host buffer and writes the block's image."""
         return (("drive_staging", self.drive_staging),), (("drive", self.block),)
 
     def work(self, parts: Parts) -> Work:
@@ -58,7 +58,7 @@ class Spill(Operation):
     label, lane, rate = "spill", Lane.HOST, "spill_s"
 
     def touches(self) -> Touched:
-        """From RAM to a host buffer."""
+        """Say that it reads the state in RAM and writes a host buffer."""
         state = ("working", self.block), ("moments", self.block)
         return state, (("drive_staging", self.drive_staging),)
 
@@ -69,12 +69,12 @@ class Spill(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePiece(Spill):
-    """Write such a piece: a copy of what RAM has, which is not read before another run goes on from it."""
+    """Write a spilled piece: a copy of what RAM has, which is not read before another run goes on from it."""
 
     label, lane, moves, rate = "write", Lane.WRITE, "drive_write_bytes", "write_s"
 
     def touches(self) -> Touched:
-        """From the host buffer to its place in the block's image."""
+        """Say that it reads the host buffer and writes its place in the block's image."""
         return (("drive_staging", self.drive_staging),), (("spilled", self.block),)
 
     def work(self, parts: Parts) -> Work:
@@ -89,7 +89,7 @@ class Seal(Operation):
     label, lane = "seal", Lane.HOST
 
     def touches(self) -> Touched:
-        """What the commit says is written."""
+        """Say that it writes what the commit says of the run."""
         return (), (("meta", 0),)
 
     def work(self, parts: Parts) -> Work:
@@ -107,7 +107,7 @@ class Commit(Operation):
     label, lane = "commit", Lane.WRITE
 
     def touches(self) -> Touched:
-        """All that was written is read."""
+        """Say that it reads all that was written."""
         return (("meta", 0), *((image, n) for image in ("drive", "spilled") for n in self.blocks)), ()
 
     def work(self, parts: Parts) -> Work:
@@ -154,9 +154,11 @@ def commit_program(
     """List a commit: what lives in RAM is written through the buffers of state, then all is sealed.
 
     Args:
-        spec: The step's, with state on drives.
-        changed: (block, is it the working weights) of what lives in RAM and differs from its image.
-        in_pieces: False: each part of a block at once, which takes the same time and is a shorter list.
+        spec: The specification of the step, with state on drives.
+        changed: The parts of what lives in RAM that differ from their images: a block, and whether it is the
+            working weights.
+        in_pieces: Whether parts are listed piece by piece. False: each part of a block at once, which takes
+            the same time and is a shorter list.
         every: The number of steps that share the commit: as one of them is planned, it moves its part.
     """
     drives = spec.drives

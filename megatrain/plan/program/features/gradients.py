@@ -36,7 +36,7 @@ class Load(Operation):
     adds = True
 
     def touches(self) -> Touched:
-        """From where the sum waits to the gradient buffer."""
+        """Say that it reads where the sum waits and writes the gradient buffer."""
         home = ("waiting", self.waiting) if self.waiting >= 0 else home_buffer(self.block, self.staging)
         return (home,), (gradients_buffer(self.block, self.gradient_buffer),)
 
@@ -84,7 +84,7 @@ class Offload(SumTaken):
     label, moves = "offload", "offload_bytes"
 
     def touches(self) -> Touched:
-        """From the gradient buffer home; squares are summed of what is complete."""
+        """Say that it reads the gradient buffer and writes its home, and the squares of what is complete."""
         home, squares = home_buffer(self.block, self.staging), ("squares", self.block)
         buffer = gradients_buffer(self.block, self.gradient_buffer)
         return (buffer,), (home, squares) if self.completes else (home,)
@@ -120,7 +120,7 @@ class Round(Operation):
     label, lane, rate = "round", Lane.HOST, "host_pass_s"
 
     def touches(self) -> Touched:
-        """The sum is rounded to the gradient plane, or to the buffer where it has come to one."""
+        """Say that it reads the sum and writes the gradient plane, the squares, and a staged sum's buffer."""
         home, plane = home_buffer(self.block, self.staging), ("gradient", self.block)
         return (home,), (plane, ("squares", self.block), *((home,) if self.staging >= 0 else ()))
 
@@ -140,7 +140,7 @@ class Deliver(SumTaken):
     label, moves, rate = "offload", "offload_bytes", "down_s"
 
     def touches(self) -> Touched:
-        """From the gradient buffer to the staging buffer."""
+        """Say that it reads the gradient buffer and writes the staging buffer."""
         buffer = gradients_buffer(self.block, self.gradient_buffer)
         return (buffer,), (home_buffer(self.block, self.staging),)
 
@@ -156,7 +156,7 @@ class Deliver(SumTaken):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Add(GradientEnd):
-    """Add it to the block's sum; the last one is rounded to the working dtype, and the squares are summed."""
+    """Add a gradient to its block's sum; the last one is rounded to the working dtype, its squares summed."""
 
     staging: int
 
@@ -164,7 +164,7 @@ class Add(GradientEnd):
     adds = is_sum = True
 
     def touches(self) -> Touched:
-        """From the staging buffer to the sum."""
+        """Say that it reads the staging buffer and writes the sum, and the squares of a complete one."""
         plane = ("gradient", self.block)
         writes = (plane, ("squares", self.block)) if self.completes else (plane,)
         return (home_buffer(self.block, self.staging),), writes
@@ -182,9 +182,9 @@ def leaving(visit: Visit, gradient_buffer: int, size: BlockSize) -> Operation:
     """Return the copy home of what a block's last backward of a round leaves in its gradient buffer.
 
     Args:
-        visit: That backward.
+        visit: The block's last backward of the round.
         gradient_buffer: The number of the buffer.
-        size: The block's.
+        size: The size of the block.
     """
     left = visit.sums.left
     return Offload(
@@ -233,9 +233,9 @@ def home_of_sum(taken: SumTaken, nbytes: int, *, completes: bool) -> SumTaken:
     """Return the copy home of a sum whose round has not ended as foreseen.
 
     Args:
-        taken: What was foreseen.
+        taken: The operation that was foreseen to take the sum out of its buffer.
         nbytes: The bytes of the sum.
-        completes: In fp32 a place of complete gradients holds a sum like any other.
+        completes: Whether it goes to a place of complete gradients, which in fp32 holds a sum like any other.
     """
     if isinstance(taken, Offload):
         return replace(taken, staging=-1, completes=completes, nbytes=nbytes)

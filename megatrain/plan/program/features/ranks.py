@@ -35,7 +35,7 @@ class ExchangeSums(Operation):
     ends_round = True
 
     def touches(self) -> Touched:
-        """This rank's share of all ranks' sum takes the place of its own sum."""
+        """Say that it reads this rank's sum, and writes its share of all ranks' sum in that place."""
         buffer = gradients_buffer(self.block, self.gradient_buffer)
         return (buffer,), (buffer, ("exchange", 0))
 
@@ -63,7 +63,7 @@ class Spread(Operation):
     joins_update = True
 
     def touches(self) -> Touched:
-        """This rank's share becomes the whole."""
+        """Say that it reads this rank's share and writes the whole."""
         through = (("drive_staging", self.drive_staging),) if self.drive_staging >= 0 else ()
         return (("share", self.block),), (("working", self.block), ("moments", self.block), *through)
 
@@ -83,7 +83,7 @@ class SpreadOnDevice(Operation):
     label, lane, moves, rate = "spread", Lane.GATHER, "spread_bytes", "give_s"
 
     def touches(self) -> Touched:
-        """This rank's share of the weights becomes the whole."""
+        """Say that it reads this rank's share of the weights and writes the whole."""
         place = (("resident", self.block),)
         return place, place
 
@@ -115,8 +115,8 @@ def spread(update: Operation, nbytes: int, *, has_shares: bool, on_device: bool 
     Args:
         update: The update of a block, or the copy home of one.
         nbytes: The bytes of new weights that this rank sends.
-        has_shares: Several ranks update a share each.
-        on_device: The block is updated on the device.
+        has_shares: Whether several ranks update a share each.
+        on_device: Whether the block is updated on the device.
     """
     if not has_shares:
         return [update]

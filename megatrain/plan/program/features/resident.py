@@ -21,7 +21,7 @@ class Pull(Operation):
     label, lane, rate = "pull", Lane.FETCH, "pull_s"
 
     def touches(self) -> Touched:
-        """From home to the device."""
+        """Say that it reads the state at home and writes it on the device."""
         return _at_home(self.block), _on_device(self.block)
 
     def work(self, parts: Parts) -> Work:
@@ -31,7 +31,7 @@ class Pull(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Push(Operation):
-    """Copy it home."""
+    """Copy the state of a resident block home, or this rank's share of it."""
 
     is_share: bool = False
     """It copies a rank's share, and others bring theirs."""
@@ -39,7 +39,7 @@ class Push(Operation):
     label, lane, rate, changes = "push", Lane.OFFLOAD, "push_s", "copy_home"
 
     def touches(self) -> Touched:
-        """From the device home."""
+        """Say that it reads the state on the device and writes it, or this rank's share, at home."""
         home = (("share", self.block),) if self.is_share else _at_home(self.block)
         return _on_device(self.block), home
 
@@ -55,7 +55,7 @@ class RoundOnDevice(Operation):
     label, lane = "round", Lane.OFFLOAD
 
     def touches(self) -> Touched:
-        """The sum changes."""
+        """Say that it reads the sum, and writes it and its squares."""
         gradient = ("resident_gradient", self.block)
         return (gradient,), (gradient, ("squares", self.block))
 
@@ -71,7 +71,7 @@ class UpdateOnDevice(StateUpdate):
     label, on_device = "update", True
 
     def touches(self) -> Touched:
-        """The gradient, and the norm if that has to be known, change the state."""
+        """Say that it reads the gradient, and the norm if that has to be known, and writes the state."""
         gradient = ("resident_gradient", self.block)
         reads = (gradient, ("norm", 0)) if self.follows_norm else (gradient,)
         return reads, _on_device(self.block)

@@ -28,23 +28,23 @@ class BlockPass(Operation):
 
     @property
     def micro_batch(self) -> int:
-        """Number within the round."""
+        """Return the number of the micro-batch within the round."""
         return self.visit.micro_batch
 
     @property
     def is_single(self) -> bool:
-        """Whether this backward makes the block's whole gradient, in the working dtype."""
+        """Return whether this backward makes the block's whole gradient, in the working dtype."""
         visit = self.visit
         return visit.sums_on_host or (visit.completes and visit.is_last and not visit.adds_up)
 
     @property
     def reads(self) -> tuple[Buffer, ...]:
-        """The block's weights, and activations that have come back."""
+        """Return the block's weights, and activations that have come back."""
         weights = weights_buffer(self.block, self.slot)
         return (weights, ("arriving", self.arrival)) if self.arrival >= 0 else (weights,)
 
     def touches(self) -> Touched:
-        """Weights are read; what is written is the kind's own."""
+        """Say that it reads the weights; what it writes is the kind's own."""
         return self.reads, self.writes
 
     def seconds(self, prices: Prices) -> float:
@@ -66,7 +66,7 @@ class GradientEnd(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumTaken(GradientEnd):
-    """What has added up leaves its gradient buffer."""
+    """A sum leaves the gradient buffer where it has added up."""
 
     gradient_buffer: int = -1
     """One of the ring; -1: the block's own, which is resident."""
@@ -80,7 +80,7 @@ class SumTaken(GradientEnd):
 
     @property
     def is_single(self) -> bool:
-        """Whether one backward has made all of it, so that it is in the working dtype already."""
+        """Return whether one backward has made all of it, so that it is in the working dtype already."""
         return self.completes and not self.adds
 
 

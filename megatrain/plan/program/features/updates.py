@@ -27,7 +27,7 @@ class Norm(Operation):
     label, lane = "norm", Lane.HOST
 
     def touches(self) -> Touched:
-        """From the squares to the norm."""
+        """Say that it reads the squares and writes the norm."""
         return tuple(("squares", block) for block in self.blocks), (("norm", 0),)
 
     def work(self, parts: Parts) -> Work:
@@ -45,7 +45,7 @@ class Update(StateUpdate):
     label, rate, ends_gradient = "update", "update_s", True
 
     def touches(self) -> Touched:
-        """The gradient, and the norm if that has to be known, change the state, or this rank's share of it.
+        """Say that it reads the gradient, the norm if that has to be known, and writes the state or a share.
 
         Others write their shares of a buffer through which it passes.
         """
@@ -72,7 +72,7 @@ class Sync(Operation):
     label, lane = "sync", Lane.CALLER
 
     def touches(self) -> Touched:
-        """All that the host has of the blocks is read."""
+        """Say that it reads all that the host has of the blocks."""
         return tuple((kind, block) for kind in _STATE for block in self.blocks), ()
 
     def tasks(self, prices: Prices) -> tuple[Task, ...]:
@@ -90,7 +90,7 @@ class Release(Operation):
     label, lane = "release", Lane.HOST
 
     def touches(self) -> Touched:
-        """The plane is written."""
+        """Say that it writes the plane."""
         return (), tuple(("gradient", block) for block in self.blocks)
 
     def work(self, parts: Parts) -> Work:
@@ -107,8 +107,8 @@ def update_of(
         block: The block's number.
         size: The block's size.
         staging: The host buffer through which the gradient comes; -1: the gradient plane.
-        follows_norm: Clipping or skipping needs the norm first.
-        has_shares: Several ranks update a share each.
+        follows_norm: Whether clipping or skipping needs the norm first.
+        has_shares: Whether several ranks update a share each.
     """
     if size.updates_on_device:
         there = UpdateOnDevice(block=block, staging=staging, follows_norm=follows_norm)
@@ -125,7 +125,7 @@ def update_of(
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Updates follow complete gradients at once, and use them up."""
+    """The way of complete gradients to updates that follow them at once, and use them up."""
 
     num_staging: int = 0
     """The number of host buffers through which these gradients pass in turn; 0: the plane."""
@@ -150,9 +150,9 @@ def updated_at_once(
     Args:
         operations: The program.
         sizes: The blocks' sizes.
-        at_home: Says of a block whether its gradient waits on the host, complete or not.
+        at_home: A function that returns whether a block's gradient waits on the host, complete or not.
         at_once: The way of these gradients to their updates.
-        has_shares: Several ranks update a share each.
+        has_shares: Whether several ranks update a share each.
     """
     result: list[Operation] = []
     turn = 0

@@ -25,7 +25,7 @@ class Hold(SumTaken):
     label = "hold"
 
     def touches(self) -> Touched:
-        """From the gradient buffer to where it waits."""
+        """Say that it reads the gradient buffer, and writes where the gradient waits and its squares."""
         buffer = gradients_buffer(self.block, self.gradient_buffer)
         return (buffer,), (waiting_buffer(self.block, self.waiting), ("squares", self.block))
 
@@ -52,7 +52,7 @@ class TakeHome(Operation):
     label, lane, moves, rate = "offload", Lane.OFFLOAD, "offload_bytes", "down_s"
 
     def touches(self) -> Touched:
-        """From where it waits to the staging buffer."""
+        """Say that it reads where the gradient waits and writes the staging buffer."""
         waiting = waiting_buffer(self.block, self.waiting)
         return (waiting,), (home_buffer(self.block, self.staging),)
 
@@ -61,7 +61,7 @@ class TakeHome(Operation):
         return partial(parts.gradients.take_home, self.block, self.staging, waits=self.waiting >= 0)
 
     def settle(self, parts: Parts) -> None:
-        """Count it."""
+        """Count the copy."""
         parts.counts.offloads += self.waiting >= 0
 
 
@@ -74,7 +74,7 @@ class Park(GradientEnd):
     label, lane, moves, rate = "park", Lane.STOW, "drive_write_bytes", "write_s"
 
     def touches(self) -> Touched:
-        """From the staging buffer to the room on the drives."""
+        """Say that it reads the staging buffer and writes the room on the drives."""
         return (home_buffer(self.block, self.staging),), (("parked", self.block),)
 
     def work(self, parts: Parts) -> Work:
@@ -88,7 +88,7 @@ class Park(GradientEnd):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unpark(Operation):
-    """Read it back, ahead of its update, or of the load of a sum."""
+    """Read a gradient back, ahead of its update, or a sum, ahead of its load."""
 
     staging: int
     completes: bool = True
@@ -97,7 +97,7 @@ class Unpark(Operation):
     label, lane, moves, rate = "unpark", Lane.RECALL, "drive_read_bytes", "read_s"
 
     def touches(self) -> Touched:
-        """From the room on the drives to the staging buffer."""
+        """Say that it reads the room on the drives and writes the staging buffer."""
         return (("parked", self.block),), (home_buffer(self.block, self.staging),)
 
     def begin(self, parts: Parts) -> tuple[Operation, ...]:
@@ -114,7 +114,7 @@ def held(operations: Sequence[Operation], waits: Callable[[int, bool], bool]) ->
 
     Args:
         operations: The program, where they are taken home.
-        waits: Says of a block whether its gradient does, complete or not.
+        waits: A function that returns whether a block's gradient waits there, complete or not.
     """
 
     def place(operation: Operation) -> Operation:
@@ -153,7 +153,7 @@ def parked(
     Args:
         operations: The program, where they are taken home and loaded from there.
         sizes: The blocks' sizes.
-        waits: Says of a block whether its gradient does, complete or not.
+        waits: A function that returns whether a block's gradient waits there, complete or not.
     """
     result: list[Operation] = []
     staging = -1

@@ -26,7 +26,7 @@ class Fetch(Operation):
     label, lane, moves, rate = "fetch", Lane.FETCH, "fetch_bytes", "up_s"
 
     def touches(self) -> Touched:
-        """From RAM, or a page, to the block's place."""
+        """Say that it reads the weights in RAM, or a page, and writes the block's place on the device."""
         source = ("page", self.page) if self.page >= 0 else ("working", self.block)
         return (source,), (weights_buffer(self.block, self.slot),)
 
@@ -55,7 +55,7 @@ class Gather(Operation):
     gathers = True
 
     def touches(self) -> Touched:
-        """The pieces become the whole."""
+        """Say that it reads and writes the block's place, where pieces become the whole."""
         place = (weights_buffer(self.block, self.slot),)
         return place, place
 
@@ -73,7 +73,7 @@ class Page(Operation):
     label, lane, moves, rate = "page", Lane.PAGE, "drive_read_bytes", "read_s"
 
     def touches(self) -> Touched:
-        """From the block's image to a host buffer."""
+        """Say that it reads the block's image and writes a host buffer."""
         return (("drive", self.block),), (("page", self.page),)
 
     def work(self, parts: Parts) -> Work:
