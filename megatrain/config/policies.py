@@ -19,7 +19,7 @@ class Policy:
     name: str
     """The name that settings, choices and plans have for it."""
     stays: str
-    """What stays of a layer until its backward, in the words of the settings' help."""
+    """The tensors of a layer that stay until its backward, in the words of the settings' help."""
     reruns: bool = True
     """Whether the layer's forward runs again in the backward, but for operations whose results are kept."""
     keeps_products: bool = False

@@ -120,7 +120,8 @@ def build_config(raw: Mapping[str, Any], *, source: str = "configuration") -> Co
         source: The origin of the settings, which is named in every problem.
 
     Raises:
-        ConfigError: It lists all problems: unknown keys, wrong types, values out of range, missing keys.
+        ConfigError: The settings have problems, all listed: unknown keys, wrong types, values out of range,
+            missing keys.
     """
     try:
         # A section that is left empty in YAML reads as null, and means its defaults.

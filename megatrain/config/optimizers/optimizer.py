@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter, moves in an update, and is told: as data, without its kernels.
+"""The facts of an optimizer, without its kernels: state per parameter, traffic of an update, settings.
 
 Memory is planned, allocated, cut among ranks and saved from this description alone. The kernels are the
 package of the same name in `megatrain.optim`.
@@ -62,7 +62,7 @@ class Setting:
 
     default: Any
     allowed: str
-    """What to use, for the sentence that refuses a value."""
+    """The values to use, for the sentence that refuses a value."""
     holds: Callable[[Any], bool]
     """Whether a value is allowed."""
 
@@ -74,7 +74,7 @@ def is_rate(value: Any) -> bool:
 
 RATE = "use a finite number of 0 or more"
 COMMON = {"lr": Setting(1e-3, RATE, is_rate), "weight_decay": Setting(0.1, RATE, is_rate)}
-"""What every optimizer is told: the learning rate, which schedules change, and the decoupled decay."""
+"""The settings of every optimizer: the learning rate, which schedules change, and the decoupled decay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,9 +86,9 @@ class Optimizer:
     state: str
     """The format: the setting `optim.state`."""
     summary: str
-    """What of the state a plan says beside the precision, in a few words."""
+    """The few words with which a plan describes the state beside the precision."""
     planes: Mapping[str, Plane]
-    """What is kept beside the fp32 masters, by the name that memory reports and checkpoints have for it."""
+    """The planes beside the fp32 masters, by the names that memory reports and checkpoints have for them."""
     settings: Mapping[str, Setting]
     """The hyper-parameters, beside those of all optimizers."""
     flops: int
@@ -101,7 +101,7 @@ class Optimizer:
     is_exact: bool = True
     """Training gives the bits of the textbook's optimizer on fp32 masters."""
     caveat: str = ""
-    """What a plan says of a format that is not exact."""
+    """The warning that a plan gives of a format that is not exact."""
     draws_noise: bool = False
     """State is rounded at random, by a key of each parameter, so a range that is updated is of one."""
     goes_on_drives: bool = True
@@ -112,7 +112,7 @@ class Optimizer:
     """Updates per second on a host that has not measured them, over those of AdamW with moments in fp32.
     None: as many as its bytes allow."""
     rate_name: str | None = None
-    """What a machine's file calls the rate of these updates; None: by name and format."""
+    """The name of these updates' rate in a machine's file; None: it follows from name and format."""
 
     def __eq__(self, other: object) -> bool:
         """Whether the other one is the same optimizer, with its state in the same format."""
