@@ -43,18 +43,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much is moved and how long; the whole is about 40 s with the defaults."""
+    """The sizes and times of all measurements; with the defaults these take about 40 s in all."""
 
     seconds: float = 0.5
-    """Of each rate."""
+    """The time in which each rate is measured."""
     copy_bytes: int = 256 << 20
     node_bytes: int = 64 << 20
-    """Of each of two buffers of each thread."""
+    """The size of each of the two buffers of each thread."""
     max_node_threads: int = 16
     """Per node; these fill its memory's pipes."""
     update_numel: int = 1 << 24
     attention_tokens: int = 4096
-    """On a GPU; an eighth on a CPU."""
+    """The tokens of a row on a GPU; a CPU takes an eighth of them."""
     file_bytes: int = FILE_BYTES
     blocks: Sequence[int] = BLOCKS
     drive_threads: Sequence[int] = THREADS
@@ -62,7 +62,7 @@ class Sizes:
     lock_bytes: int = 16 << 30
     """Memory to try to lock on a GPU, if a quarter of what is free is no less."""
     overhead_layers: int = 10
-    """Of the model that a visit's overhead is measured with; 0: not measured."""
+    """Layers of the model with which a visit's overhead is measured; 0: it is not measured."""
     compresses: bool = True
     """Whether other updates than the usual ones are measured: their kernels take seconds to compile."""
 
@@ -85,7 +85,7 @@ QUICK = Sizes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """What was measured, in full."""
+    """All that was measured."""
 
     copies: CopyRates
     device_bytes_per_s: float
@@ -99,11 +99,11 @@ class Bench:
     nodes: tuple[tuple[Node, float], ...]
     drive: DriveBench | None
     locked_bytes: int | None
-    """That could be locked for the device; None: no GPU."""
+    """The bytes that could be locked for the device; None: there is no GPU."""
     lock_limit: int
-    """That was tried."""
+    """The bytes that locking was tried with, at most."""
     launch_s: float | None
-    """Of a visit, beside its arithmetic; None: not measured."""
+    """The time of a visit beside its arithmetic; None: it was not measured."""
     on_gpu: bool
     seconds: float
     how: str

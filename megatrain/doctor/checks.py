@@ -1,4 +1,4 @@
-"""What to know of a machine before a long run: each check has a level, a text, and a fix where one is needed.
+"""Checks of a machine before a long run: each has a level, a text, and a fix where one is needed.
 
 Files of the system are read below a `root`, so that tests use a tree of their own. Texts name no user, no
 host and no path, so that they can be put into a bug report.
@@ -30,7 +30,7 @@ _REMOTE_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lust
 
 
 class Level(str, Enum):
-    """How much a finding matters."""
+    """The weight of a finding."""
 
     OK = "OK"
     WARN = "WARN"
@@ -47,7 +47,7 @@ class Check:
     level: Level
     text: str
     fix: str = ""
-    """What to do; empty only where nothing is to be done."""
+    """The thing to do; empty only where nothing is to be done."""
 
 
 def passed(name: str, text: str) -> Check:

@@ -1,4 +1,4 @@
-"""Which drive is below a directory, and what the system tells of it."""
+"""The drive below a directory, and what the system tells of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class BlockDevice:
     """A drive, or what stands for one."""
 
     name: str
-    """As the kernel names it; the file system's type where there is no drive."""
+    """The kernel's name of the drive; the file system's type where there is none."""
     file_system: str
     model: str
     """Empty: not told."""
     is_rotational: bool | None
     """None: no drive."""
     written_bytes: int | None
-    """By the whole machine, since it was started."""
+    """Bytes that the whole machine has written since it was started."""
     life_used: float | None
     """Part of the rated life; None: not readable from `/sys`."""
 

@@ -1,4 +1,4 @@
-"""How fast a drive reads and writes, by size of a block and number of threads, past the page cache.
+"""The rates of a drive's reads and writes past the page cache, by size of a block and number of threads.
 
 The file that is written has no name from its first byte on, so nothing of it is left however this ends.
 """

@@ -46,12 +46,12 @@ _WIDTH = 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What was found. Names no user, host or path."""
+    """The findings of the doctor. They name no user, host or path."""
 
     checks: tuple[Check, ...]
     bench: Bench | None = None
     machine: HardwareSpec | None = None
-    """Of the bench."""
+    """The machine as the bench has measured it."""
 
     def count(self, level: Level) -> int:
         """Return how many checks have a level."""

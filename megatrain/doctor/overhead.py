@@ -1,4 +1,4 @@
-"""What a visit of a layer takes beside its arithmetic: launches, hooks, Python."""
+"""The time of a layer's visit beside its arithmetic: launches, hooks, Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast this machine copies, multiplies, attends, updates and reads its memory.
+"""The rates at which this machine copies, multiplies, attends, updates and reads its memory.
 
 Each function takes how much and how long, and returns a rate that was reached: the one that a quarter of the
 repeats exceeded, so that another process that comes and goes does not count. The paths of accelerators have
