@@ -1,4 +1,4 @@
-"""What a machine has: capacities in bytes, rates in bytes/s and FLOP/s. Loads neither torch nor numba."""
+"""A machine's capacities in bytes, rates in bytes/s and FLOP/s. Its import loads neither torch nor numba."""
 
 from megatrain.hardware.machines import load_machine, machine_names, save_machine
 from megatrain.hardware.matmul import measure_matmul_peak

@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vendor:
-    """What differs between accelerators."""
+    """The properties by which accelerators differ."""
 
     title: str
-    """As in messages."""
+    """The name in messages."""
     lock: Callable[[int, int], bool] | None = None
     """Page-locks so many bytes from an address, for copies that the host need not wait for; False where that
     is refused. None: torch has no way to, and copies of the state go through page-locked buffers."""
@@ -52,9 +52,9 @@ class Vendor:
     reach_each_other: Callable[[int], bool] = lambda count: False
     """Whether each of the first `count` devices can copy from the memory of every other one."""
     identity: Callable[[int], str] = str
-    """What tells a device from all others of the computer, by its index in this process."""
+    """Returns what tells a device from all others of the computer, by its index in this process."""
     triton: Mapping[str, bool] | None = None
-    """What Triton's compiler is told so that kernels compute as IEEE says; None: none of ours run there."""
+    """Options of Triton's compiler with which kernels compute as IEEE says; None: none of ours run there."""
 
 
 def _cuda_lock(address: int, nbytes: int) -> bool:
@@ -127,7 +127,7 @@ VENDORS: dict[str, Vendor] = {
     ),
     "xpu": Vendor(title="XPU", collectives="xccl"),
 }
-"""By torch's name for the kind of device. ROCm calls itself `cuda`. Tests add the device that they bring."""
+"""The vendors, by torch's name for the kind of device. ROCm calls itself `cuda`. Tests add their own."""
 
 
 def accelerator() -> str | None:

@@ -42,21 +42,21 @@ WORN_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vitals:
-    """What one sample found; None: not known."""
+    """The values of one sample; None: the value is not known."""
 
     power_w: float | None = None
-    """Of the device, now."""
+    """The power that the device draws now."""
     temperature_c: float | None = None
     throttled: tuple[str, ...] | None = None
     """Why the device runs slower than it could; empty: it does not."""
     energy_j: float | None = None
-    """Of the device since the sample before."""
+    """The energy that the device has taken since the sample before."""
     ecc_errors: int | None = None
     """New memory errors of the device since the sample before, corrected ones included."""
     swap_bytes: int | None = None
-    """That the machine has swapped in and out since the sample before."""
+    """Bytes that the machine has swapped in and out since the sample before."""
     drive_written_bytes: int | None = None
-    """That the run has written to drives so far."""
+    """Bytes that the run has written to drives so far."""
 
 
 class Sensor:

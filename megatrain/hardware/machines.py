@@ -29,7 +29,7 @@ _Reader = Callable[[str, Any], Any]
 
 
 class _Wrong(Exception):
-    """What is wrong with a field, without the file."""
+    """A fault of a field, in words that do not name the file."""
 
 
 def machine_names() -> tuple[str, ...]:
@@ -312,7 +312,7 @@ _FIELDS: dict[str, _Reader] = {
     "fuses_updates": _bool,
     "sources": _sources,
 }
-"""How each field of `HardwareSpec` is read."""
+"""The reader of each field of `HardwareSpec`."""
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:

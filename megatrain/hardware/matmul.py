@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices."""
+"""The rate at which a device multiplies matrices."""
 
 from __future__ import annotations
 

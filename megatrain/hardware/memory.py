@@ -16,7 +16,7 @@ from megatrain.hardware.system_files import field_bytes, number_of, text_of
 GIB = 1 << 30
 
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""The number of this option in glibc's malloc.h."""
 
 _MAPPED_BYTES = 1 << 20
 
@@ -38,7 +38,7 @@ _UNLIMITED_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """How many bytes more this process may take, and what says so."""
+    """The bytes that this process may still take, and what says so."""
 
     available_bytes: int
     source: str

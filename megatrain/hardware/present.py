@@ -34,7 +34,7 @@ class Node:
     kind: str
     """`dram` or `cxl`."""
     claimed_bytes_per_s: float | None = None
-    """What the firmware says that reads reach."""
+    """The rate of reads that the firmware states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class Measurements:
     launches_per_s: float | None = None
     """None: not measured, or the host computes."""
     how: str = "measured"
-    """For `sources`: how, and with what sizes."""
+    """The way in which rates were measured, with the sizes, for `sources`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

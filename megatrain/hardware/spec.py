@@ -55,7 +55,7 @@ class HardwareSpec:
     """Achieved by causal attention's forward, counted at half, by dtype for heads of 128; `bf16:64` and the
     like for heads of another size."""
     device_bytes_per_s: float
-    """Of device memory, read and written together: what norms and activation functions take."""
+    """The rate of device memory, reads and writes together, at which norms and activation functions run."""
     h2d_bytes_per_s: float
     """Host to device, page-locked, alone."""
     d2h_bytes_per_s: float
@@ -65,7 +65,8 @@ class HardwareSpec:
     """Part of these rates in bf16 that FlashAttention-2 reaches, which is what a deterministic run takes; 1:
     they are its own."""
     multiprocessors: int | None = None
-    """Of the device, by which its deterministic backward cuts its work; None: its cost is not known."""
+    """Multiprocessors of the device, by which its deterministic backward cuts its work; None: its cost is not
+    known."""
     both_share: float = 1.0
     """Part of each of these rates that is left while the other goes on too."""
     pageable_share: float = 0.3
@@ -80,22 +81,22 @@ class HardwareSpec:
     """Devices of a node that train together. Host memory, cores, updates and drives are of all of them; every
     other rate is of one, each on a link of its own."""
     peer_bytes_per_s: float | None = None
-    """What a device sends to the others of its node in a collective, and receives at the same time; None:
+    """The rate at which a device sends to the others of its node in a collective and receives as much; None:
     they have no access to each other, and what they exchange passes through host memory."""
     peer_latency_s: float = 0.0
-    """Of a collective among them, beside its bytes."""
+    """The time of a collective among them beside its bytes."""
     num_nodes: int = 1
     """Machines like this one that train together."""
     network_bytes_per_s: float | None = None
-    """What a node sends to others, and receives at the same time, for all of its devices; None: not
+    """The rate at which a node sends to others, and receives as much, for all of its devices; None: not
     known, and a run over several nodes is planned with `UNKNOWN_NETWORK_BYTES_PER_S`."""
     network_latency_s: float = 0.0
-    """Of a collective among nodes, for each further one."""
+    """The time of a collective among nodes beside its bytes, for each further node."""
     drives: Drives | None = None
     device_watts: float | None = None
-    """Of the device under load."""
+    """The power of the device under load."""
     host_watts: float | None = None
-    """Of everything else."""
+    """The power of everything else."""
     price_usd: float | None = None
     price_per_hour_usd: float | None = None
     launch_s: float = 0.0
@@ -106,7 +107,7 @@ class HardwareSpec:
     fuses_updates: bool = True
     """AdamW of resident blocks is one kernel on the accelerator; False: torch's operations, with scratch."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each field is from."""
+    """The source of each field."""
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s that MFU is a part of."""
