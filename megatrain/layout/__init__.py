@@ -1,1 +1,1 @@
-"""Where bytes lie in a flat buffer, and how many a plane or a buffer takes."""
+"""The places of bytes in a flat buffer, and the sizes of planes and buffers."""

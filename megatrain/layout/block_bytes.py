@@ -20,13 +20,13 @@ class BlockBytes:
     """The size of a block. The planner counts it, the engine lays it out, and all bytes follow from it."""
 
     working_bytes: int = 0
-    """Of the working weights, padding included."""
+    """Bytes of the working weights, padding included."""
     num_split: int = 0
     """State elements of bf16 parameters, padding included: they have a remainder."""
     num_state: int = 0
     """State elements in all, padding included; 0 if nothing of the block is trained."""
     num_scales: int = 0
-    """Of a plane with scales: one for every 256 elements of a parameter, or less."""
+    """Scales of a plane that has them: one for every 256 elements of a parameter, or less."""
 
     def __add__(self, other: BlockBytes) -> BlockBytes:
         """Return the sizes of a block that has the parameters of both."""

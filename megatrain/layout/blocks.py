@@ -1,4 +1,4 @@
-"""Where each parameter of a block lies in the block's flat buffers.
+"""The places of a block's parameters in its flat buffers.
 
 A block has one byte buffer of working weights, with one segment per working dtype, and one index space for
 its trained elements, which `remainder`, `gradient` and the optimizer's planes share. Every parameter starts
@@ -39,7 +39,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     byte_offset: int
-    """Where the working weight starts in the block's working bytes."""
+    """The byte of the block's working bytes at which the working weight starts."""
     state_offset: int | None
     """First index in the block's state space; None for a frozen parameter."""
 

@@ -7,7 +7,7 @@ so it is written as a whole. Which rank is first depends on the block: small blo
 from __future__ import annotations
 
 CHUNK_BYTES = 8 << 20
-"""Of one transfer. 4 to 16 MiB were equally fast, and fewer calls take less CPU."""
+"""The size of one transfer. 4 to 16 MiB were equally fast, and fewer calls take less CPU."""
 
 
 def first_turn(block: int, start: int) -> int:

@@ -1,4 +1,4 @@
-"""How the sums of all ranks become one: first among the ranks of a node, then among nodes.
+"""The exchange by which the sums of all ranks become one: first among the ranks of a node, then among nodes.
 
 A rank's *rail* are those in the same place on all nodes, itself included. In a node each gets what its rail
 owns, and adds it up; then the ranks of a rail give each other these sums. So a node sends others the sum of

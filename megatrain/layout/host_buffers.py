@@ -16,7 +16,7 @@ LEAST_OFFLOADED_BYTES = 16 * 1024
 """Saved tensors in smaller storages stay on the device under `offload`, and so do smaller boundaries:
 starting a copy costs more time than their memory is worth."""
 OFFLOAD_ALIGNMENT = 512
-"""Of a saved tensor in host memory, in bytes, as of torch's allocations on CUDA."""
+"""The alignment of a saved tensor in host memory, in bytes; torch's allocations on CUDA have the same."""
 SCRATCH_CHUNK_BYTES = 4 << 20
 """Room for saved activations on drives is taken in chunks of this."""
 PAGE_BYTES = 4096

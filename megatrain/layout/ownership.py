@@ -1,4 +1,4 @@
-"""Which rank keeps which part of a block's state: a pure function of sizes and numbers.
+"""The part of a block's state that each rank keeps: a pure function of sizes and numbers.
 
 A block's state space is cut at multiples of `CUT_NUMEL` elements of each of its segments, bf16 and fp32. That
 is what sums of squares add up at a time, so a norm of all chunks, in order, has the same bits whoever owns
@@ -31,9 +31,9 @@ class Share:
     """The part of a block's state that one rank keeps: a range of each segment, in indices of the state."""
 
     split: range
-    """Of bf16 parameters."""
+    """The range of bf16 parameters."""
     full: range
-    """Of fp32 parameters."""
+    """The range of fp32 parameters."""
 
     @property
     def numel(self) -> int:

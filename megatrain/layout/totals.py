@@ -167,12 +167,12 @@ class GradientPlaces:
     """The places where complete gradients wait for the norm, each with its blocks."""
 
     on_host: Selection
-    """In the gradient plane in RAM."""
+    """Blocks whose gradients wait in the gradient plane in RAM."""
     on_device: Selection
     """Blocks that stream, in places of their own on the device."""
     on_drives: Selection
     staged: Selection
-    """Those that pass through a few host buffers on their way to their update, or to the sum of a step."""
+    """Blocks whose gradients pass a few host buffers on their way to an update, or to the sum of a step."""
     sums_on_drives: Selection
     """Blocks whose sums wait there between rounds, and pass these buffers on their way there and back."""
 
