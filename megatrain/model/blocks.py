@@ -58,19 +58,19 @@ class Block:
     module: nn.Module | None
     """The decoder layer that the block is, or is a fragment of; None for a part that is always resident."""
     entries: tuple[nn.Module, ...] = ()
-    """Of a fragment: the parts of the layer that it holds; a call of one of them enters it."""
+    """The parts of the layer that a fragment holds; a call of one of them enters it."""
     caller: nn.Module | None = None
     """Outside all layers: the embedding or the head, if its own forward alone looks the parameters up. Such a
     block may stream too."""
     is_head: bool = False
-    """Of these: the head."""
+    """The block is the head, which is one of these."""
     is_behind: bool = False
     """Outside all layers, and registered behind them, as the final norm is: their backward is not for it."""
     is_beside: bool = False
     """A layer of a tower beside the language model, which rows of text alone do not pass."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
-    """Where this block's own parameters are looked up."""
+    """The places where this block's own parameters are looked up."""
     borrowed: list[Site] = field(default_factory=list)
     """Places inside a streamed module that look up a resident block's parameter."""
 

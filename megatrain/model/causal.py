@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_TOKENS = 12
 _MOST_DIFFERENCE = 1e-3
-"""Of logits, as a part of their spread. What rounding does is a thousandth of this, what an encoder does a
-hundred times as much."""
+"""The allowed difference of logits, as a part of their spread. Rounding makes a thousandth of this, an
+encoder a hundred times as much."""
 
 
 def refuse_encoder(config: PretrainedConfig) -> None:

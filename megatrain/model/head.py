@@ -210,7 +210,7 @@ class Head:
         """Run the decoder as the CausalLM calls it, and nothing after it.
 
         Returns:
-            What it returns; or what the CausalLM does, which has not called it: then the second is true.
+            The decoder's result and False; or the CausalLM's own and True, if it has not called the decoder.
         """
         decoder = self._decoder()
         assert decoder is not None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ADAPTED = re.compile(
     r"^base_model\.model\.|\.base_layer(?=\.)|\.modules_to_save\.\w+|\.original_module(?=\.)"
 )
-"""What PEFT adds to the name of a parameter."""
+"""The parts that PEFT adds to the name of a parameter."""
 
 
 def lay_out_blocks(model: PreTrainedModel, blocks: Sequence[Block], *, splits: bool) -> list[BlockLayout]:
@@ -53,7 +53,7 @@ def lay_out_blocks(model: PreTrainedModel, blocks: Sequence[Block], *, splits: b
 
 
 class _KeptInFp32:
-    """Which parameters keep fp32 in a bf16 model: those that transformers keeps, and fp32 ones among bf16.
+    """The parameters that keep fp32 in a bf16 model: those that transformers keeps, and fp32 ones among bf16.
 
     In a model that is in fp32 as a whole these are the ones that its class makes in fp32 whatever the dtype.
     """

@@ -88,10 +88,10 @@ class _Kept:
     """One call of a kept operation."""
 
     shapes: list[torch.Size]
-    """Of its arguments: a recomputation that takes another path would get another call's output."""
+    """The shapes of its arguments: a recomputation by another path would get another call's output."""
     output: Any = None
     versions: list[int] | None = None
-    """Of the output's tensors; None: nothing is kept, the operation runs again."""
+    """The versions of the output's tensors; None: nothing is kept, the operation runs again."""
 
     def keep(self, output: Any) -> None:
         """Keep an output as it is now."""

@@ -47,7 +47,7 @@ class Share:
 
 
 class RowSums:
-    """In the place of a share: the loss of the coming pass is a vector, each row's sum over its tokens."""
+    """A sign, in place of a share, that the coming loss is a vector: each row's sum over its tokens."""
 
 
 def adds_router_loss(config: PretrainedConfig) -> bool:

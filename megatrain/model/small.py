@@ -64,7 +64,7 @@ vocabulary: vocab_size vocab_size_per_layer_input decoder_vocab_size encoder_has
 at most one: n_group topk_group num_expert_group
 none: num_kv_shared_layers num_nextn_predict_layers first_k_dense_replace num_dense_layers
 """
-"""What sizes are called in configurations of transformers."""
+"""The names of sizes in configurations of transformers."""
 
 _KIND = {
     name: kind
@@ -77,7 +77,7 @@ _NO_SIZES = frozenset({"id2label", "label2id", "rope_parameters", "rope_scaling"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Way:
-    """How to make sizes small. What is small enough for one configuration, another one refuses."""
+    """A way to make sizes small. Sizes that are small enough for one configuration, another one refuses."""
 
     num_heads: int
     """Fewest heads to leave; 0: widths and heads stay as they are."""

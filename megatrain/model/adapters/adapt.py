@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 _NAME = "default"
 """PEFT's name for the one adapter that a model gets here."""
 _PREFIX = "base_model.model."
-"""Before the names of parameters in PEFT's files."""
+"""The prefix of parameters' names in PEFT's files."""
 _KEPT = "_megatrain_adapter"
 _NEEDLESS_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     ("`is_gradient_checkpointing`", FutureWarning),  # PEFT asks transformers the old way
     ("fan_in_fan_out is set to False", UserWarning),  # and corrects it
     ("The following (rank|alpha)_pattern keys.*gate_up_proj", RuntimeWarning),  # which it has made itself
 )
-"""What PEFT warns of and users cannot change."""
+"""The warnings of PEFT about what users cannot change."""
 
 
 def adapt(model: PreTrainedModel, adaptation: Adaptation) -> None:

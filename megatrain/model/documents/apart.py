@@ -1,4 +1,4 @@
-"""Whether a model keeps documents that share a row apart, by their positions alone.
+"""The check that a model keeps documents that share a row apart, by their positions alone.
 
 transformers makes a mask of blocks from `position_ids` that begin anew, where the model's own code gives them
 to what makes its masks, and no layer carries a state or a bias from one token to the next past the mask. That

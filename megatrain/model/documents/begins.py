@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What tells flash attention where documents begin, through the forward of a model and of its layers."""
+"""The arguments of a model and its layers that tell flash attention where documents begin."""
 
 _CACHES = ("past_key_values", "cache")
-"""What models call the keys and values of tokens before these: transformers renames it in 5.24."""
+"""The names that models give to keys and values of tokens before these: transformers renames it in 5.24."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """Whether rows hold several documents."""
+    """The rows of a forward, which hold several documents or one each."""
 
     is_packed: bool
     shape: tuple[int, int] | None = None
-    """Of their positions: rows, tokens. Nothing is known of others; None: of any."""
+    """The shape of their positions: rows, tokens. Nothing is known of other shapes; None: of any."""
 
 
 _now: ContextVar[Packed | None] = ContextVar("_now", default=None)
-"""Of the forward that is running; None: nobody knows."""
+"""The rows of the forward that is running; None: nothing is known of them."""
 
 
 def is_flash(config: PretrainedConfig) -> bool:
@@ -68,7 +68,7 @@ def read_documents(
         part: Rows are shared out, and these are the parts of this number; None: whole rows.
 
     Returns:
-        Whether rows are packed, None if that is not known; and what else the forward has to be given.
+        The rows, None if it is not known whether they are packed; and what else the forward has to be given.
 
     Raises:
         ConfigError: Documents in one row would see each other.

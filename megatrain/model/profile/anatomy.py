@@ -13,9 +13,9 @@ from megatrain.config.policies import Policy
 from megatrain.layout.block_bytes import BlockBytes
 
 IDS_BYTES = 16
-"""Of a token's id and label on the device."""
+"""The bytes of a token's id and label on the device."""
 POSITION_BYTES = 8
-"""Of a token's position, which packed rows bring with them, and those that are shared out."""
+"""The bytes of a token's position, which rows that are packed or shared out bring with them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Cost:
     num_kernels: int = 0
     """`num_operations` there."""
     swapped_bytes: float = 0.0
-    """Given to the ranks that share out the same rows, and as many got from them."""
+    """Bytes given to the ranks that share out the same rows; as many are received from them."""
 
     def __add__(self, other: Cost) -> Cost:
         """Return the work of both."""
@@ -84,10 +84,10 @@ def _whole(number: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fragment:
-    """What streams and updates as one: a part of a decoder layer, or of the model outside all layers."""
+    """A unit of streaming and updates: a part of a decoder layer, or of the model outside all layers."""
 
     name: str
-    """Of the module: `model.layers.0.self_attn`, `lm_head`."""
+    """The name of the module: `model.layers.0.self_attn`, `lm_head`."""
     kind: str
     """`attention`, `mlp`, `experts`, `layer` (one that does not come apart), `embedding`, `head`, `other`."""
     num_params: int
@@ -106,22 +106,22 @@ class Layer:
     """One decoder layer, and what a micro-batch leaves and takes there."""
 
     fragments: tuple[Fragment, ...]
-    """In forward order: as many as `memory.fragments=true` makes; one if it does not come apart."""
+    """Its parts in forward order, as `memory.fragments=true` makes them; one if it does not come apart."""
     forward: Cost
     backward: Cost
     """Without recomputation."""
     largest_run: int
     """State elements of the layer as one block that AdamW updates in one go, at most."""
     boundary_bytes: int
-    """Its input: what `recompute` keeps."""
+    """The bytes of its input, which is what `recompute` keeps."""
     saved_bytes: Mapping[str, int]
-    """By policy, on the device from forward to backward, its input included if the graph holds it (see
+    """By policy, bytes on the device from forward to backward, its input included if the graph holds it (see
     `holds_input`); of `offload`: what goes to the host and back, as laid out there."""
     forward_peak_bytes: Mapping[str, int]
-    """By policy, most bytes on the device at a time in its forward, its input and output included, beyond
+    """By policy, the most bytes on the device at a time in its forward, input and output included, beyond
     what is saved of it where it runs as `Policy.counted_as` says."""
     backward_peak_bytes: Mapping[str, int]
-    """By policy, most bytes on the device at a time in its backward, beyond the same, with gradients of
+    """By policy, the most bytes on the device at a time in its backward, beyond the same, with gradients of
     activations and weights, and without the ring of gradient buffers."""
     holds_input: Mapping[str, bool] = field(default_factory=dict)
     """By policy, whether `saved_bytes` counts the input."""
@@ -129,11 +129,11 @@ class Layer:
     """`backward_peak_bytes` where fragments stream by themselves: gradients of weights end with them."""
     collect_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By policy, bytes on the device when gradients of weights are complete, the boundary and what is saved
-    included: of each fragment by itself, then of the layer as a whole."""
+    included: for each fragment by itself, then for the layer as a whole."""
     offload_copied_bytes: int = 0
-    """What `offload` copies to the host and back; `saved_bytes` says what room it takes."""
+    """Bytes that `offload` copies to the host and back; `saved_bytes` says what room they take."""
     offload_left_bytes: int = 0
-    """What `offload` leaves on the device: small tensors, masks and indices."""
+    """Bytes that `offload` leaves on the device: small tensors, masks and indices."""
     made_bytes: tuple[int, int] = (0, 0)
     """Most bytes at a time that a backward makes where nothing saved is freed in its course: while copies to
     the host go on. As a whole layer, and in fragments."""
@@ -161,7 +161,7 @@ class Anatomy:
     """Embedding, final norm, head and small towers: in use during a whole pass."""
     num_params: int
     num_active_params: int
-    """That a token passes: of the experts, the active ones."""
+    """Parameters that a token passes: of the experts, the active ones."""
     num_trained: int
     model_flops_per_token: float
     """Forward and backward, nothing recomputed: `model.flops`."""
@@ -171,19 +171,19 @@ class Anatomy:
     constant_bytes: int
     """Buffers on the device, and what a pass keeps beside its layers (rotary tables, masks), each once."""
     checkpoint_bytes: int
-    """Of a full checkpoint: model and optimizer state."""
+    """Bytes of a full checkpoint: model and optimizer state."""
     pass_bytes: int = 0
-    """Of `constant_bytes`, what each further micro-batch of a round has of its own in the forward."""
+    """The part of `constant_bytes` that each further micro-batch of a round has of its own in the forward."""
     graph_bytes: int = 0
-    """Of `pass_bytes`, what is still there in the backward."""
+    """The part of `pass_bytes` that is still there in the backward."""
     holds_embedding: bool = False
     """Whether the model's forward holds on to the first layer's input until its end."""
     head_forward_peak_bytes: int = 0
     """Most bytes at a time in a micro-batch's forward of final norm, head and loss, beyond their input."""
     head_backward_peak_bytes: int = 0
-    """In their backward, all that is saved for it included."""
+    """Most bytes at a time in their backward, all that is saved for it included."""
     head_saved_bytes: int = 0
-    """What stays of a micro-batch from its forward of final norm, head and loss to their backward."""
+    """Bytes of a micro-batch that stay from its forward of final norm, head and loss to their backward."""
     head_gradient_bytes: int = 0
     """Gradients of outer weights that autograd holds from the head's backward until the pass ends: of those
     that are used before the layers too, or registered there."""
@@ -193,11 +193,11 @@ class Anatomy:
     embedding_peak_bytes: int = 0
     """Most bytes at a time when the backward ends in the embedding, beyond `head_gradient_bytes`."""
     head_dim: int = 0
-    """Of an attention head's queries, the largest; 0: no layer has softmax attention."""
+    """The largest width of an attention head's queries; 0: no layer has softmax attention."""
     num_heads: int = 0
-    """Heads of these queries, the most; 0: as there."""
+    """The largest number of heads of these queries; 0: as there."""
     warnings: tuple[str, ...] = ()
-    """What was left out of the count, or taken for granted, that a reader must know."""
+    """Sentences on what the count leaves out or takes for granted, which a reader must know."""
 
     @property
     def tokens(self) -> int:

@@ -33,7 +33,7 @@ _NUM_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What of a layer's attention the cost depends on."""
+    """The properties of a layer's attention on which its cost depends."""
 
     key_width: int
     """Query heads times the size of a query and a key."""
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What a token costs in each part of a model."""
+    """The FLOPs of a token in each part of a model."""
 
     layers: tuple[Part, ...]
     rest: Part

@@ -42,18 +42,18 @@ _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"
 
 @dataclass(slots=True)
 class WholePass:
-    """What one micro-batch takes outside of the layers, in bytes alive at a time; weights are not counted."""
+    """The memory of one micro-batch outside the layers, in bytes alive at a time, weights left out."""
 
     kinds: list[int] = field(default_factory=list)
     """Number of each layer's kind, in forward order; those that rows of text do not pass are left out."""
     calls: list[LayerCall] = field(default_factory=list)
     """One call per kind."""
     traces: list[Traces] = field(default_factory=list)
-    """And what came of it."""
+    """The traces that each call gave."""
     forward_bytes: Any = 0
     """Held by the model's forward while layers run: rotary tables, masks."""
     graph_bytes: int = 0
-    """Of these, what layers are given, which the graph holds until the backward ends."""
+    """The part of these that layers are given, which the graph holds until the backward ends."""
     holds_embedding: bool = False
     head_forward: Cost = field(default_factory=Cost)
     head_forward_peak_bytes: int = 0

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Rows:
-    """How many rows run, and for how many a count is wanted."""
+    """The number of rows that run, and the number for which a count is wanted."""
 
     def __init__(self, counted: int, wanted: Sequence[int] | None = None) -> None:
         """Count for the rows that run, or for others too.

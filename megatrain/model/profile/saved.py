@@ -16,7 +16,7 @@ from megatrain.model.profile.rows import Rows
 
 
 class SavedTensors:
-    """What autograd saves of a layer, and which of it `offload` would take to the host."""
+    """The tensors that autograd saves of a layer, and those of them that `offload` would take to the host."""
 
     def __init__(self, meter: Meter, weights: Iterable[int]) -> None:
         """Hold nothing yet; `weights` are the storages of the layer's weights, which stay where they are."""

@@ -41,7 +41,7 @@ _CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """What one micro-batch takes in a layer of some kind."""
+    """The seconds of one micro-batch in a layer of some kind."""
 
     forward_s: float
     backward_s: float

@@ -30,7 +30,7 @@ from megatrain.model.profile.saved import SavedTensors
 from megatrain.model.selective import keeping
 
 Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]
-"""Is given the gradients of a block's weights."""
+"""A function that is given the gradients of a block's weights."""
 
 
 class _Weights(torch.autograd.Function):
@@ -138,39 +138,39 @@ class LayerCall:
 
 @dataclass(slots=True)
 class Trace:
-    """What one pass of a layer takes, in bytes alive at a time; weights are not counted."""
+    """The memory of one pass of a layer, in bytes alive at a time; weights are not counted."""
 
     input_bytes: int = 0
-    """Of the hidden states that come in."""
+    """Bytes of the hidden states that come in."""
     saved_bytes: int = 0
-    """After the forward, with nothing left but the graph."""
+    """Bytes after the forward, with nothing left but the graph."""
     holds_input: bool = False
     """Whether the graph holds the layer's input, which `saved_bytes` then counts."""
     forward_peak_bytes: int = 0
-    """Input and output included."""
+    """Most bytes in the forward, input and output included."""
     backward_peak_bytes: int = 0
-    """With gradients of all weights alive until the layer's end."""
+    """Most bytes in the backward, with gradients of all weights alive until the layer's end."""
     fragment_peak_bytes: int = 0
-    """With gradients of weights alive until their fragment's end."""
+    """Most bytes in the backward, with gradients of weights alive until their fragment's end."""
     backward_made_bytes: int = 0
-    """Of `backward_peak_bytes`, what is made in the backward, when that is most."""
+    """The part of `backward_peak_bytes` that is made in the backward, when that is most."""
     fragment_made_bytes: int = 0
-    """And so of `fragment_peak_bytes`."""
+    """The same part of `fragment_peak_bytes`."""
     collect_bytes: tuple[int, ...] = ()
-    """By fragment, when its weights' gradients are complete; those of others are gone."""
+    """By fragment, bytes when its weights' gradients are complete; those of others are gone."""
     whole_collect_bytes: int = 0
-    """When all are complete."""
+    """Bytes when the gradients of all weights are complete."""
     forward: list[Cost] = field(default_factory=list)
-    """By fragment."""
+    """The cost of the forward, by fragment."""
     backward: Cost = field(default_factory=Cost)
     offloaded_bytes: int = 0
-    """Of what is saved, what `offload` takes to the host, as laid out there."""
+    """Saved bytes that `offload` takes to the host, as laid out there."""
     offload_copied_bytes: int = 0
     """These without what aligns them."""
     offload_left_bytes: int = 0
-    """Of what is saved, what `offload` leaves on the device."""
+    """Saved bytes that `offload` leaves on the device."""
     others: tuple[Any, ...] | None = None
-    """What the layer returns beside its hidden states, tensors left out; None: it returns no tuple."""
+    """The layer's results beside its hidden states, tensors left out; None: it returns no tuple."""
 
     def result(self, hidden: Tensor) -> Any:
         """Return what the layer would, with these hidden states."""

@@ -69,12 +69,12 @@ class SharedRows:
 
 
 _MARK = "shares_rows"
-"""Of a function that was put in the place of transformers'."""
+"""The attribute that marks a function which was put in the place of transformers'."""
 
 _shared: dict[int, SharedRows] = {}
-"""By the id of a configuration."""
+"""The rows that are shared out, by the id of a configuration."""
 _replaced: list[tuple[Any, str, Any]] = []
-"""What was there before: (owner, name, function)."""
+"""The functions that were there before: (owner, name, function)."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Whether a model computes the same for rows whose tokens are shared out.
+"""The check that a model computes the same for rows whose tokens are shared out.
 
 What is known to look along the row elsewhere than in attention is refused by the configuration, before a
 weight is read. Then the model itself runs twice on a few tokens: as ever, and with its row as the shards of
@@ -30,11 +30,11 @@ _GROWING = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow from the largest position that they are given."""
 _TOLERANCE = {torch.float32: 1e-4}
 _ROUGH = 0.05
-"""In other dtypes: what looks past its shard differs by much more."""
+"""The tolerance in other dtypes: a model that looks past its shard differs by much more."""
 
 
 class Drawn(Protocol):
-    """How far random generators are."""
+    """The states of random generators."""
 
     def is_same(self, other: Any, /) -> bool:
         """Whether nothing was drawn in between."""

@@ -14,8 +14,8 @@ from megatrain.model.head import IGNORED
 from megatrain.model.sequence.shards import Shards
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORED, "attention_mask": 0}
-"""What is cut, and with what rows are filled up to a multiple of the shards: nothing that is trained on sees
-what comes behind it."""
+"""The arguments that are cut, with the value that fills rows up to a multiple of the shards: nothing that is
+trained on sees what comes behind it."""
 
 
 def cut_rows(batch: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def cut_rows(batch: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
         shards: The shards, which say who has the tokens.
 
     Raises:
-        ConfigError: It is not known how an argument is cut, or where the row's tokens begin.
+        ConfigError: An argument of the batch cannot be cut, or the start of the row's tokens is not known.
     """
     rows = dict(batch)
     ids = rows.get("input_ids")

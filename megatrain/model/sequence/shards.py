@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Shards(Protocol):
-    """Those that hold the tokens of the same rows."""
+    """The ranks that hold the tokens of the same rows."""
 
     @property
     def number(self) -> int:
@@ -59,7 +59,7 @@ class Counted:
 
 
 class _Swap(torch.autograd.Function):
-    """What is whole along one dimension becomes whole along another; the gradient goes the way back."""
+    """An exchange after which another dimension is whole; the gradient goes the way back."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, shards: Shards, split: int, join: int) -> Tensor:

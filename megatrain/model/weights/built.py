@@ -39,11 +39,11 @@ def built_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What decides how a model is built."""
+    """The facts that decide how a model is built."""
 
     kind: type[PreTrainedModel]
     written: str
-    """Its configuration."""
+    """The model's configuration, as text."""
     dtype: torch.dtype
     config: PretrainedConfig = field(compare=False)
 

@@ -37,7 +37,7 @@ class Source:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors spells it, such as BF16."""
+    """The dtype as safetensors spells it, such as BF16."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Conversion:
     sources: list[tuple[str, Source]] = field(default_factory=list)
     """Pattern of the converter that matched, source; experts in numerical order."""
     regions: list[Region] | None = None
-    """Where each source goes in the target; None where the operations have to run."""
+    """The place of each source in the target; None where the operations have to run."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of each target."""
 

@@ -127,7 +127,7 @@ def load_weights(model: PreTrainedModel, path: str | Path, sink: ParameterSink) 
 
 
 class PlannedWeights:
-    """What of a checkpoint goes where in a model. The model may get further parameters before it is read."""
+    """The tensors of a checkpoint and their places in a model, which may get parameters before the read."""
 
     def __init__(self, model: PreTrainedModel, path: str | Path) -> None:
         """Plan for a model from `build_skeleton`, and make every check that needs no tensor's values.

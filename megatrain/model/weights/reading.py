@@ -52,7 +52,7 @@ def require_finite(tensor: torch.Tensor, file: Path, key: str) -> None:
     """Refuse a tensor of floats that are not all finite.
 
     Raises:
-        NonFiniteError: It has such values; it is named, and they are counted.
+        NonFiniteError: The tensor has such values; the error names it and counts them.
     """
     # the sum is finite only if all values are, and takes a twentieth of the time of a look at each
     if not tensor.is_floating_point() or tensor.sum().isfinite():

@@ -18,7 +18,7 @@ from megatrain.model.weights.reading import open_weights, read_tensor
 from megatrain.model.weights.shards import Specs
 
 UNTOUCHED = "_megatrain_untouched"
-"""Where a model has them among its attributes."""
+"""The attribute in which a model has them."""
 
 
 def require_exportable(sources: Sequence[Source]) -> None:
@@ -36,7 +36,7 @@ def require_exportable(sources: Sequence[Source]) -> None:
 
 
 class Untouched:
-    """What of a checkpoint is exported as it was, by the names that it has there."""
+    """The tensors of a checkpoint that are exported as they were, by the names that they have there."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         """Open the files of some tensors, which `require_exportable` has checked.
