@@ -1,4 +1,4 @@
-"""How many threads may work, and how many of them on updates, counted from what the system allows.
+"""The numbers of threads that may work, and that may work on updates, counted from what the system allows.
 
 `OMP_NUM_THREADS` is ignored: `torchrun` sets it to 1 for reasons that do not concern these threads.
 """

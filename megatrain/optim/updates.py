@@ -1,4 +1,4 @@
-"""What the kernels of an optimizer are asked for, and where those of each are found."""
+"""The interface of an optimizer's kernels, and the place where those of each are found."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RangeStep:
     hyper: Mapping[str, Any]
     """The settings of the range's group of parameters: `lr`, `weight_decay`, and the optimizer's own."""
     count: int
-    """How many updates the range will have had after this one; at least 1."""
+    """The number of updates that the range will have had after this one; at least 1."""
     grad_scale: float = 1.0
     """The factor on the gradient, rounded to fp32, as is the product: `clip.clip_coefficient`. 1: none."""
     noise: tuple[int, int, int] = (0, 0, 0)
-    """What random rounding is drawn from: two words of key (`rounding_key`), and the index of the range's
+    """The source of random rounding: two words of key (`rounding_key`), and the index of the range's
     first element in its parameter, a multiple of 64."""
 
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 MEAN_SHIFT, ROOT_SHIFT = 19, 18
 """Bits of an fp32 number below those of a code: a mantissa of 4 and of 5 bits stays."""
 MEAN_TOP, ROOT_TOP = 247.0, 251.0
-"""What the largest codes, 127 and 255, stand for, in units."""
+"""The values, in units, that the largest codes, 127 and 255, stand for."""
 SMALLEST_UNIT = 2.0**-126
-"""Its reciprocal is finite. Moments below it are far below any `eps`."""
+"""The smallest unit, whose reciprocal is finite. Moments below it are far below any `eps`."""
 HASH_FACTORS = (0x7FEB352D, 0x846CA68B)
 HIGH_FACTOR = 0x9E3779B9
 """Spreads the high half of an element's index over the second word of the key."""
 ONE_BITS, NAN_BITS = 0x3F800000, 0x7FC00000
-"""Of fp32."""
+"""The bits of 1 and of NaN in fp32."""

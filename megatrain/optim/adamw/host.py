@@ -40,12 +40,12 @@ class AdamWStep:
     weight_decay: float
     """Decoupled: each step takes `lr * weight_decay` of the weight off it."""
     step: int
-    """How many updates the range will have had after this one; at least 1."""
+    """The number of updates that the range will have had after this one; at least 1."""
     grad_scale: float = 1.0
     """Factor on the gradient, rounded to fp32, as is the product: `clip.clip_coefficient`. 1: none."""
 
     noise: tuple[int, int, int] = (0, 0, 0)
-    """What the rounding of compressed moments is drawn from: two words of key (`updates.rounding_key`), and
+    """The source of the rounding of compressed moments: two words of key (`updates.rounding_key`), and
     the index of the range's first element in its parameter, a multiple of 64."""
 
     def scalars(self) -> tuple[Any, ...]:
