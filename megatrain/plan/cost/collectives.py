@@ -1,4 +1,4 @@
-"""What ranks send each other costs: seconds, from the bytes of a collective and how many ranks there are.
+"""The seconds of what ranks send each other, from the bytes of a collective and the number of ranks.
 
 Among the devices of a node, bytes go from one to the other, or, where they have no access to each other,
 through host memory: down one's link and up another's. Among nodes, all devices of one share its network. An
@@ -20,7 +20,7 @@ class Collectives:
     """The seconds of what ranks send each other, of one rank of several that all do the same."""
 
     rates: Rates
-    """Of a rank: `HardwareSpec.of_rank`."""
+    """The rates of a rank: `HardwareSpec.of_rank`."""
     exchange: Exchange
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What is left of a rate where lanes share a link or the host's memory, on average over a step.
+"""The part of a rate that is left where lanes share a link or host memory, on average over a step.
 
 Copies both ways share a link (`both_share`). Copies, AdamW and drives share the host's memory: what they ask
 for together beyond its rate slows all of them alike. How much of a step the others are busy is taken from
@@ -20,9 +20,9 @@ class Demand:
     """Copied to the device."""
     down_bytes: float
     update_bytes: float
-    """Of host memory, by AdamW."""
+    """Bytes of host memory that updates read and write."""
     sum_bytes: float = 0.0
-    """Of host memory, by adding gradients up there."""
+    """Bytes of host memory that adding gradients up there reads and writes."""
     drive_bytes: float = 0.0
     """Read from drives and written there: each passes host memory once."""
     least_s: float

@@ -1,4 +1,4 @@
-"""What attention takes where its result is to be the same in every run: that form of FlashAttention-2.
+"""The time of attention whose result is the same in every run: that form of FlashAttention-2.
 
 Its backward adds the gradient of the queries up from all blocks of keys. In the deterministic form the blocks
 that run at a time each have a copy of that gradient, which are added up at the end: only as many run per head

@@ -1,4 +1,4 @@
-"""What a token budget takes on a planned machine: days, money, energy, checkpoints, wear of drives.
+"""The cost of a token budget on a planned machine: days, money, energy, checkpoints, wear of drives.
 
 Arithmetic on a plan; every unit is SI, money is US dollars. What is not known of the machine is None.
 """
@@ -26,12 +26,12 @@ class Economics:
     """The days, money, energy and drives that so many tokens take."""
 
     tokens: int
-    """As asked for; the last step may train on more."""
+    """The tokens that were asked for; the last step may train on more."""
     steps: int
     days: float
     usd_per_hour: float | None
     price_source: str
-    """Where the price is from, in words; empty if there is none."""
+    """The source of the price, in words; empty if there is no price."""
     usd: float | None
     usd_per_million_tokens: float | None
     kwh: float | None

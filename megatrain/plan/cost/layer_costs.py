@@ -1,4 +1,4 @@
-"""What each layer of a choice costs per micro-batch: seconds on the device, and bytes that leave it."""
+"""The cost per micro-batch of each layer of a choice: seconds on the device, and bytes that leave it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has measured of its machine, in place of what the machine file says."""
+"""The rates that a run has measured of its machine, in place of those of the machine file."""
 
 from __future__ import annotations
 

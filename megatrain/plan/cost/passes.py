@@ -23,7 +23,7 @@ _MOST_VISITS = 4
 
 
 _HIDES = 8
-"""How often what a group computes should outlast its copies: more micro-batches would not be faster."""
+"""The times that a group's compute should outlast its copies: more micro-batches would not be faster."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Passes:
     """The passes of a step's micro-batches through the model without gradients."""
 
     step: Step
-    """Whose machine, model and choice these are."""
+    """The step whose machine, model and choice these passes have."""
     together: int
     """Micro-batches that pass together, at most."""
 

@@ -1,4 +1,4 @@
-"""From an operation to its seconds on a machine: the rates, which an operation asks for what it does."""
+"""The seconds of operations on a machine: the rates that an operation asks for what it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations of a step cost on a machine: seconds, from bytes and FLOPs."""
+"""The seconds of a step's operations on a machine, from bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Kernels:
     fuses_layers: bool = False
     """Norms, rotations, activation functions and sums of a layer are joined: by torch.compile or Liger."""
     fuses_head: bool = False
-    """And those of head and loss."""
+    """Operations of head and loss are joined too."""
     device_update_bytes: int | None = None
     """Device memory that an update there touches per parameter; None: ours does."""
     sum_bytes: int = 4
-    """Of a gradient that adds up over rounds, per parameter in bf16: ours are in fp32."""
+    """Bytes per bf16 parameter of a gradient that adds up over rounds: ours are in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Rates:
     optimizer: Optimizer = DEFAULT
     kernels: Kernels = Kernels()
     head_dim: int = 128
-    """Of the model's attention heads."""
+    """The width of the model's attention heads."""
 
     @property
     def matmul_flops_per_s(self) -> float:

@@ -42,7 +42,7 @@ _MAX_GROUPS, _MAX_SAVING = 4, 8
 device, how finely their copies alternate counts for more."""
 
 _MANY_LAYERS = 60
-"""Of models with more layers, a visit is two operations at most: a layer is a small part of a step."""
+"""Layers of a model above which a visit is two operations at most: a layer is a small part of a step then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

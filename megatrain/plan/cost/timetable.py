@@ -31,7 +31,7 @@ _LINKS = {
 """Lanes that take turns, and on which link."""
 
 _THROUGH_HOST = {Lane.EXCHANGE: Lane.OFFLOAD, Lane.GATHER: Lane.FETCH}
-"""Where devices have no access to each other, what they exchange takes both ways of their links."""
+"""The links to the host that exchanges and gathers take where devices have no access to each other."""
 
 _DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
 

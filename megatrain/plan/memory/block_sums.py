@@ -1,4 +1,4 @@
-"""What a choice moves and updates, from sums over ranges of blocks: thousands of choices are cheap."""
+"""The bytes that a choice moves and updates, by sums over ranges of blocks: a thousand choices are cheap."""
 
 from __future__ import annotations
 

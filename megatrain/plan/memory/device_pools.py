@@ -1,4 +1,4 @@
-"""How many bytes a choice takes on the device and on the host: the engine's own rules, as arithmetic.
+"""The bytes that a choice takes on the device and on the host: the engine's own rules, as arithmetic.
 
 Pools that the engine allocates are exact. What comes and goes is the largest of the step's moments.
 """

@@ -17,8 +17,8 @@ from megatrain.plan.memory.layer_runs import layer_runs
 
 _PEAKS = ("boundaries", "activations", "staging of activations", "state of other nodes")
 _SHARED = ("working", "remainder", "gradient", "state of other nodes")
-"""Of what is in RAM, what the ranks of a node have together, with the optimizer's planes; the rest is each
-one's own."""
+"""The pools in RAM that the ranks of a node have together, as they do the optimizer's planes; each rank has
+its own of the rest."""
 
 
 def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:

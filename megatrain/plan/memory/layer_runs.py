@@ -1,4 +1,4 @@
-"""How each layer runs under a choice: what the choice says, and the engine's own exceptions from it."""
+"""The way in which each layer runs: what the choice says, and the engine's own exceptions from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LayerRun:
     """The way in which a layer runs, and what of a visit leaves the device after its forward."""
 
     policy: Policy
-    """What stays of it. What the last layer would send to the host is needed first, and stays there."""
+    """The policy that says what stays of it. The last layer, needed first, sends nothing to the host."""
     is_dropped: bool = False
     """Its boundary is made again by the layers before."""
     is_boundary_on_host: bool = False

@@ -1,4 +1,4 @@
-"""How many micro-batches can pass together without gradients, in the memory that a step takes."""
+"""The number of micro-batches that can pass together without gradients in the memory that a step takes."""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ class PlannedBlock:
     """The part of a model that streams as one under a choice."""
 
     size: BlockSize
-    """What the schedule knows of it."""
+    """The size of the block, as the schedule knows it."""
     sizes: BlockBytes
     layer: int
     """-1: outside all layers."""
     largest_run: int
     """State elements that an update passes in one go, at most."""
     share: float
-    """Of its layer's work."""
+    """The part of its layer's work that is its own."""
     is_last: bool = True
-    """Of its layer's blocks."""
+    """It is the last of its layer's blocks."""
 
 
 def list_blocks(

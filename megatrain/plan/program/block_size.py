@@ -1,4 +1,4 @@
-"""What a program needs to know of a block: how it is passed, and the bytes that move with it."""
+"""The facts of a block that a program needs: how it is passed, and the bytes that move with it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Lane(str, Enum):
     EXCHANGE = "exchange"
     """Gradients between ranks."""
     SPREAD = "spread"
-    """What ranks have updated."""
+    """Weights that ranks have updated, on their way to the others."""
     SAVE = "save"
     """Copies of saved activations to the host."""
     RESTORE = "restore"

@@ -1,4 +1,4 @@
-"""What an operation of a training step is, and a list of them.
+"""The operations of a training step, as data.
 
 Each kind of operation is a class in `plan.program.features`, which says all that is to be known of it: its
 lane, the buffers that it reads and writes, its bytes and seconds, and what the engine does for it. Everything
@@ -18,7 +18,7 @@ from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.kinds import Lane
 
 Work: TypeAlias = Callable[[], object]
-"""What an operation runs in its lane."""
+"""The function that an operation runs in its lane."""
 
 Touched: TypeAlias = tuple[tuple[Buffer, ...], tuple[Buffer, ...]]
 """The buffers that are read, and those that are written."""
@@ -38,7 +38,7 @@ class Task(NamedTuple):
     reads: tuple[Buffer, ...]
     writes: tuple[Buffer, ...]
     kind: str
-    """What it is: `fetch`, `forward`, `head`, ..., for bounds and charts."""
+    """The label of its operation, for bounds and charts: `fetch`, `forward`, `head`, ..."""
 
 
 class Prices(Protocol):
@@ -81,16 +81,16 @@ class Parts(Protocol):
     """The parts of an engine, whose methods operations call; they are of torch, and this is not."""
 
     weights: Any
-    """Of blocks, on the device."""
+    """The weights of blocks on the device."""
     gradients: Any
     states: Any
-    """Of resident layers: all that an update changes."""
+    """The states of resident layers: all that an update changes."""
     activations: Any
-    """That wait on the host or on drives."""
+    """The activations that wait on the host or on drives."""
     drives: Any
     """The state there; None: all is in RAM."""
     optimizer: Any
-    """What a norm and updates run."""
+    """The optimizer, which norms and updates run."""
     counts: Any
 
 
@@ -102,14 +102,14 @@ class Operation:
     """
 
     block: int = -1
-    """Its number; -1: it is of several, or of none."""
+    """The number of its block; -1: it has several, or none."""
     nbytes: int = 0
     """Bytes that cross the link; of work on the host, bytes of its memory that are read and written."""
 
     label: ClassVar[str]
     lane: ClassVar[Lane]
     moves: ClassVar[str] = ""
-    """What counts its bytes, in the report of a step and in a plan: `fetch_bytes`, `offload_bytes`, ..."""
+    """The counter of its bytes in the report of a step and in a plan: `fetch_bytes`, `offload_bytes`, ..."""
     rate: ClassVar[str] = ""
     """The method of `Prices` that says how long its bytes take; none: it has its own `seconds`, or none."""
     is_compute: ClassVar[bool] = False
@@ -131,7 +131,7 @@ class Operation:
     ends_gradient: ClassVar[bool] = False
     """It follows a block's last backward of a round, for the block's gradient."""
     ends_round: ClassVar[bool] = False
-    """Of an outer block, it waits until the round's backward is over."""
+    """For an outer block, it waits until the round's backward is over."""
     gathers: ClassVar[bool] = False
     """All ranks do it together, or none."""
     changes: ClassVar[str] = ""

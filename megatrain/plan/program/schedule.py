@@ -1,4 +1,4 @@
-"""From visits to a program: when each copy begins, and into which slot and buffer.
+"""The program of a list of visits: when each copy begins, and into which slot and buffer.
 
 Fetches follow the four rules for one-disk prefetching with a known future: fetch the missing block that is
 needed next; into the slot whose content is needed last; never evict what is needed sooner than what comes;

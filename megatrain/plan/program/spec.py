@@ -1,4 +1,4 @@
-"""What decides the program of a step: the blocks with their sizes, and a choice for them."""
+"""The facts that decide the program of a step: the blocks with their sizes, and a choice for them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class DriveSpec:
     """The blocks that have state on drives, and the bytes of every block's image there."""
 
     state_bytes: Sequence[int]
-    """By block: remainder and moments, in whole pages."""
+    """The bytes of remainder and moments by block, in whole pages."""
     working_bytes: Sequence[int]
-    """By block: working weights, in whole pages."""
+    """The bytes of working weights by block, in whole pages."""
     state: frozenset[int]
     """Blocks whose remainder and moments are there."""
     working: frozenset[int]
-    """Those of them whose working weights are there too."""
+    """The blocks among them whose working weights are there too."""
     rank: int = field(default=0, repr=False)
-    """Which of the ranks this is; left out where they compare their programs."""
+    """The number of this rank; it is left out where ranks compare their programs."""
     num_ranks: int = 1
-    """That move the images together."""
+    """The number of ranks that move the images together."""
 
     def update_bytes(self, block: int) -> int:
         """Return the bytes that this rank moves each way when a block with state on the drives is updated."""
@@ -59,16 +59,16 @@ class StepSpec:
 
     sizes: Sequence[BlockSize]
     layers: Sequence[LayerPlan]
-    """In forward order."""
+    """The layers in forward order."""
     num_slots: int
     num_gradient_buffers: int
     updates: str = "deferred"
-    """When the optimizer updates: `deferred`, `immediate` or `serial`."""
+    """The schedule of the updates: `deferred`, `immediate` or `serial`."""
     tiers: Sequence[str] = ()
-    """By block, where its complete gradient waits for the norm: `host`, `device` or `nvme`; empty: all on the
-    host."""
+    """The place, by block, where its complete gradient waits for the norm: `host`, `device` or `nvme`; empty:
+    all wait on the host."""
     sums: str = "device"
-    """Where gradients of several rounds add up, or wait in between: see `Choice.sums`."""
+    """The place where gradients of several rounds add up, or wait in between: see `Choice.sums`."""
     clips: bool = True
     splits: bool = True
     """Weights are bf16, the upper halves of fp32 masters: sums are wider than complete gradients."""

@@ -10,10 +10,10 @@ from megatrain.config.policies import Policy
 from megatrain.config.runs import ONE_RUN, RoundSums
 
 HEAD = -1
-"""In place of a block: the final norm, the head and the loss, which are passed between the layers."""
+"""The number, in place of a block's, of final norm, head and loss, which are passed between the layers."""
 
 ROUND_END = -2
-"""In place of a block: ranks exchange the gradients that a round has left on the device."""
+"""The number, in place of a block's, of the exchange of gradients that a round left on the device."""
 
 _Size = TypeVar("_Size")
 
@@ -40,7 +40,7 @@ class Visit:
     restores: int = -1
     """The block whose activations come back before it; -1: none."""
     is_head: bool = False
-    """Of a head that streams: final norm, head and loss."""
+    """The visit passes a head that streams: final norm, head and loss."""
     num_micro_batches: int = 1
     """More than one where a plan times several together."""
     sums: RoundSums = ONE_RUN
@@ -86,7 +86,7 @@ class Ends:
     embeddings: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
     trained_embeddings: tuple[int, ...] = ()
-    """Of these: backward comes to no others."""
+    """The embeddings that backward comes to; it passes no others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +94,8 @@ class Round:
     """The way in which the micro-batches of a round pass the model."""
 
     num_micro_batches: int = 1
-    """How many they are. They start in reverse order, so that autograd, which takes what was made last first,
-    adds up gradients in their own order."""
+    """The number of micro-batches. They start in reverse order, so that autograd, which takes what was made
+    last first, adds up gradients in their own order."""
     num_passes_before: int = 0
     """Passes without gradients that come first, all micro-batches together in each."""
     heads_in_turn: bool = True

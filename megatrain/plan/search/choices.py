@@ -1,4 +1,4 @@
-"""Which choices there are for a request: frames, and what the rest of the device's memory makes of them."""
+"""The choices for a request: frames, and what the rest of the device's memory makes of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much host memory, or how much room on drives, is enough: the one answer that all of a plan gives."""
+"""The host memory, or the room on drives, that is enough: the one answer that all of a plan gives."""
 
 from __future__ import annotations
 

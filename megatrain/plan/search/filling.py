@@ -1,4 +1,4 @@
-"""What the last layers of a choice keep in the memory that is left of the device."""
+"""The activations that the last layers of a choice keep in the memory that is left of the device."""
 
 from __future__ import annotations
 

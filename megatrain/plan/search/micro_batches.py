@@ -15,10 +15,10 @@ from megatrain.plan.search.request import Request
 from megatrain.plan.search.search import search
 
 _LOOK_OPERATIONS = 1_000
-"""Of the search for each size."""
+"""The budget of the search for each size, in operations that are timed."""
 
 _TOLERANCE = 0.01
-"""Of two sizes whose step times differ by less, the smaller one is taken."""
+"""The difference of step times below which the smaller of two sizes is taken."""
 
 
 def fastest(requests: Sequence[Request]) -> Request:

@@ -1,4 +1,4 @@
-"""What differs in one question from a good choice: where a search goes on from there."""
+"""The choices that differ in one question from a good choice, with which a search goes on."""
 
 from __future__ import annotations
 

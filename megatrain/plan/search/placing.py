@@ -1,4 +1,4 @@
-"""Where gradients and state of a choice go: RAM as far as it holds them, spare device memory, drives."""
+"""The places of a choice's gradients and state: RAM as far as it holds them, spare device memory, drives."""
 
 from __future__ import annotations
 

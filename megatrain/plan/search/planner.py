@@ -1,4 +1,4 @@
-"""From a machine, a model and a batch to a plan: the fastest choice that fits, or why none does."""
+"""The plan for a machine, a model and a batch: the fastest choice that fits, or why none does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOVED = {
     **{"drive_read": "drive_read_bytes", "drive_written": "drive_write_bytes"},
     **{"gathered": "gathered_bytes", "exchanged": "exchanged_bytes", "spread": "spread_bytes"},
 }
-"""What a plan shows of the bytes of a step, by what `Operation.moves` calls it."""
+"""The names under which a plan shows bytes of a step, with the counters of `Operation.moves`."""
 
 _NAMES = {"device": "device memory", "ram": "host memory", "nvme": "drives"}
 

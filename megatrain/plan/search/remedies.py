@@ -1,4 +1,4 @@
-"""What would make a model fit that does not: settings that cost least first, then memory, then a device.
+"""The changes that would make a model fit: settings that cost least first, then memory, then a device.
 
 A remedy is what a user would type, and the request that it makes. It is only proposed when that request, with
 the number as it is written, has a choice that fits. A number is the least of its kind: see `sizes`.
@@ -36,7 +36,7 @@ class Remedy:
     """A change that a user could make, with the request that it makes, which fits."""
 
     text: str
-    """As options: `memory.fragments=true`, `--nvme 2TB`."""
+    """The change as options: `memory.fragments=true`, `--nvme 2TB`."""
     request: Request
 
 

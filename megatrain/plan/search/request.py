@@ -1,4 +1,4 @@
-"""What a plan is asked for, and what a choice takes of it."""
+"""The request that a plan answers, and what a choice takes of its memory."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from megatrain.plan.memory.host_pools import drive_pools, host_pools, of_other_r
 from megatrain.plan.memory.passes import most_without_gradients
 
 USABLE_DEVICE = 0.95
-"""Of an accelerator's memory: the rest is the allocator's, which gives out whole pages of several sizes."""
+"""The usable part of an accelerator's memory: the allocator has the rest, since its pages are whole."""
 
 USABLE_HOST = 0.98
-"""Of host memory: page tables and the kernel's buffers grow with what is used."""
+"""The usable part of host memory: page tables and the kernel's buffers grow with what is used."""
 
 _FREE_SHARE, _FREE_BYTES = 0.05, 8 << 30
-"""Of host memory, the smaller of the two: it stays free for whatever else runs there, unless the run is given
-a limit of its own. Otherwise a browser that is opened beside the run would end it."""
+"""The host memory that stays free for whatever else runs there, the smaller of the two, unless the run has a
+limit of its own. Otherwise a browser that is opened beside the run would end it."""
 
 PROGRAM_BYTES = 512 << 20
-"""What each rank's program takes beside state and activations after its plan: compiled kernels, threads, a
-batch."""
+"""The bytes that each rank's program takes beside state and activations after its plan: compiled kernels,
+threads, a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: what follows from it is found once
@@ -48,7 +48,7 @@ class Request:
     """The machine; of several nodes, one of them."""
     anatomy: Anatomy
     batch: StepBatch
-    """Of one rank, where several train together."""
+    """The batch of one rank, where several train together."""
     clips: bool = True
     """Gradients are clipped to a norm, so that they wait for it."""
     optimizer_name: str = DEFAULT.name
@@ -62,14 +62,14 @@ class Request:
     commit_every: int | None = None
     """Steps between commits of all of the run's state to drives, wherever it lives; None: there are none."""
     names_drives: bool = False
-    """Its settings say where the drives are, and with them what it may take of RAM."""
+    """The run's settings say where the drives are, and with them what it may take of RAM."""
     device_limit: int | None = None
     """Bytes of the device that the run may take; None: what the machine has."""
     host_limit: int | None = None
     """Bytes of host memory that it may take; None: what the machine has but for what stays free."""
     drive_limit: int | None = None
     choice: Choice = field(default_factory=Choice)
-    """What is decided already; the planner decides what is open."""
+    """The settings that are decided already; the planner decides those that are open."""
 
     @cached_property
     def known(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ _OFF_DEVICE = ("updates", "sums", "tiers", "blocks_in_ram", "weights_in_ram")
 _ALLOCATED = _all_but(*_OFF_DEVICE, "activations", "boundaries")
 _MOMENT = _all_but(*_OFF_DEVICE, "num_slots", "num_gradient_buffers", "gradients")
 _ELSEWHERE = _all_but("num_slots", "num_gradient_buffers", "activations")
-"""What decides how many bytes a choice takes on the device for good, and for a moment, and off the device."""
+"""The fields that decide a choice's bytes on the device for good, for a moment, and off the device."""
 _Known: TypeAlias = dict[tuple[object, ...], tuple[int, int]]
 _BYTES: WeakKeyDictionary[Anatomy, dict[tuple[object, ...], _Known]] = WeakKeyDictionary()
 

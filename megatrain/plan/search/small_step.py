@@ -1,4 +1,4 @@
-"""What a small step costs: state streams and is updated once per step, however few tokens that is for."""
+"""The cost of a small step: state streams and is updated once per step, however few tokens that is for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatrain.plan.search.request import Request
 from megatrain.plan.search.search import search
 
 _GAIN = 1.25
-"""How many times faster a larger step must be to be worth a line."""
+"""The speed-up that makes a larger step worth a line."""
 
 _LOOK_OPERATIONS = 1_000
-"""Of the search for each larger step."""
+"""The budget of the search for each larger step, in operations that are timed."""
 
 _NEARLY = 0.9
 """Share of the most that there is to gain with which the smallest such step is enough."""

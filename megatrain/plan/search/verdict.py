@@ -1,4 +1,4 @@
-"""What an owner would say of a plan: does it fit with room to spare, and do its drives live to the end?
+"""The judgement of a plan: does it fit with room to spare, and do its drives live to the end?
 
 A plan is tight when with 10 % less host or device memory it would not fit, or be more than 10 % slower: a
 machine rarely has the very last tenth. It wears out a drive when the run writes more than what is left of the
@@ -45,9 +45,9 @@ class WithLess:
     tier: str
     """`ram` or `device`."""
     machine_bytes: int
-    """What that machine has of it."""
+    """Bytes that such a machine has of this memory."""
     plan: Plan
-    """It does not fit, or is slower."""
+    """The plan on such a machine, which does not fit or is slower."""
     slower: float
     """Part of the speed that is lost."""
 
@@ -68,9 +68,9 @@ class Wear:
     """Drives whose rated endurance the run uses up."""
 
     day: float
-    """Of the run, from now, on which nothing of it is left; 0: it is used up already."""
+    """The day of the run, counted from now, on which no endurance is left; 0: it is used up already."""
     num_days: float
-    """That the run takes from now."""
+    """The number of days that the run takes from now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Verdict:
 
     fits: bool
     with_less: tuple[WithLess, ...] = ()
-    """What makes it tight; empty: nothing does."""
+    """The smaller machines for which it is tight; empty: there are none."""
     wear: Wear | None = None
     """None: the drives last, or have nothing to write, or their endurance is not known."""
     is_endurance_unknown: bool = False

@@ -1,4 +1,4 @@
-"""How a run would spare the drives that it writes to: each way is planned, with the days that it gives.
+"""The ways in which a run would spare its drives: each is planned, with the days that it gives.
 
 For a run that uses up its drives' rated endurance, a way out is one with which it does not; for a shorter one
 that would do so within a year, one with which they last that long.
@@ -22,7 +22,7 @@ LEAST_DAYS = 365.0
 """Drives that a plan uses up sooner deserve a word on how to avoid it."""
 
 _MOST_DOUBLINGS = 6
-"""Of a step: larger ones train another model."""
+"""The doublings of a step that are tried, at most: still larger steps train another model."""
 
 _LEAST_SPEED = 0.9
 """Part of its speed that a run keeps with a larger step that is proposed."""
@@ -37,7 +37,7 @@ class _Run:
     tokens: int
     written_bytes: int
     is_worn: bool
-    """As it is, it outlives its drives."""
+    """The run, as it is, outlives its drives."""
 
     def spares(self, request: Request, plan: Plan) -> bool:
         """Return whether drives last as long as they should."""

@@ -22,9 +22,9 @@ class _OfVisit(Operation):
 
     micro_batch: int = 0
     num_micro_batches: int = 1
-    """How many pass in this operation: more than one where a plan times them together."""
+    """The number that pass in this operation: more than one where a plan times them together."""
     saved: int = -1
-    """Of what the visit has saved: a number of its own in the program."""
+    """The number, unique in the program, of what the visit has saved."""
     activation_staging: int = -1
     """Host buffer through which what waits on drives passes; -1: it waits in RAM."""
 

@@ -1,4 +1,4 @@
-"""What the model and autograd do: they pass blocks, and the head where it does not stream."""
+"""The operations of the model and autograd: they pass blocks, and the head where it does not stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Forward(BlockPass):
     """The model passes through a block; also where a recomputation passes it again."""
 
     saved: int = -1
-    """What it leaves for the host: a number of its own in the program; -1: nothing."""
+    """The number, unique in the program, of what it leaves for the host; -1: it leaves nothing."""
 
     label = "forward"
 
@@ -57,7 +57,7 @@ class HeadForward(Operation):
 
     visit: Visit
     blocks: tuple[int, ...] = ()
-    """Those outside all layers."""
+    """The blocks outside all layers."""
 
     label, lane, is_compute = "head", Lane.COMPUTE, True
 

@@ -53,7 +53,7 @@ class Spill(Operation):
 
     drive_staging: int
     piece: int
-    """Which piece of the block's image."""
+    """The number of the piece in the block's image."""
 
     label, lane, rate = "spill", Lane.HOST, "spill_s"
 
@@ -102,7 +102,7 @@ class Commit(Operation):
     """Make what was written last what a crash leaves. The first of several ranks does it."""
 
     blocks: tuple[int, ...]
-    """Those on the drives."""
+    """The blocks on the drives."""
 
     label, lane = "commit", Lane.WRITE
 

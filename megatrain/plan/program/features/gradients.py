@@ -27,7 +27,7 @@ class Load(Operation):
     completes: bool = True
     """The gradient is complete after the round."""
     sums: range = range(1)
-    """Which partial sums, by their places in the stack; see `Runs`."""
+    """The partial sums that it copies, by their places in the stack; see `Runs`."""
     is_share: bool = False
     """They are a rank's shares."""
 
@@ -77,7 +77,7 @@ class Offload(SumTaken):
     """Copy a gradient to the host, and sum its squares on the way if it is complete."""
 
     sums: range = range(1)
-    """Which partial sums, of a sum that goes on."""
+    """The partial sums that it copies, of a sum that goes on adding up."""
     is_share: bool = False
     """They are a rank's shares: an exchange has made them."""
 

@@ -1,4 +1,4 @@
-"""What kinds of operations have in common, which passes over a program and the engine ask for."""
+"""The roles that kinds of operations share, and for which passes over a program and the engine ask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockPass(Operation):
     arrival: int = -1
     """One of two places on the device, where activations that it uses have come back; -1: there are none."""
     gradient_buffer: int = -1
-    """Where a backward's gradients add up: one of the ring; -1: the block's own, or there are none."""
+    """The buffer of the ring where a backward's gradients add up; -1: the block's own, or there are none."""
 
     lane = Lane.COMPUTE
     is_compute = is_visit = True

@@ -14,7 +14,7 @@ from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation, Parts, Prices, Task, Touched, Work
 
 _STATE = ("working", "moments", "gradient", "drive")
-"""What of a block the host has."""
+"""The buffers of a block's state on the host and the drives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Norm(Operation):
     """Turn the sums of squares into one scale for the step, or decide to skip it."""
 
     blocks: tuple[int, ...]
-    """Those whose gradients these are."""
+    """The blocks whose gradients are normed."""
 
     label, lane = "norm", Lane.HOST
 
@@ -85,7 +85,7 @@ class Release(Operation):
     """Give the memory of the gradient plane back until it is written again."""
 
     blocks: tuple[int, ...]
-    """Those of the plane."""
+    """The blocks of the plane."""
 
     label, lane = "release", Lane.HOST
 

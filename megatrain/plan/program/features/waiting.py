@@ -20,7 +20,7 @@ class Hold(SumTaken):
     """Put a gradient into device memory of the block's own, where it waits, and sum its squares."""
 
     waiting: int = -1
-    """That memory; -1: where a resident block's gradient adds up."""
+    """The number of that memory; -1: the place where a resident block's gradient adds up."""
 
     label = "hold"
 
