@@ -36,7 +36,7 @@ _TAIL_BYTES = len(',\n "digest": ""\n}\n') + 32
 
 
 class FormatError(Exception):
-    """What is wrong with a manifest, as a clause without a subject path; `load` says where."""
+    """A fault of a manifest, as a clause that does not name the path; `load` says where it is."""
 
 
 class NewerFormatError(FormatError):
@@ -45,7 +45,7 @@ class NewerFormatError(FormatError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """What a manifest says about one file."""
+    """The entry of a manifest about one file."""
 
     name: str
     """Relative to the checkpoint directory, parts joined by `/`."""
@@ -57,7 +57,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint holds: parsed from, or about to become, `MANIFEST.json`."""
+    """The contents of a checkpoint: parsed from, or about to become, `MANIFEST.json`."""
 
     step: int
     """Optimizer steps that the state has been through."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _DAMAGE = (None, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-"""What reading a file that is damaged or gone ends with; anything else says nothing about the file."""
+"""The errors with which reading a damaged or missing file ends; another error says nothing about the file."""
 
 
 class DamagedError(CheckpointError):
