@@ -49,7 +49,8 @@ def header_of(
     begins = {}
     end = 0
     for name, dtype, shape in tensors:
-        assert name not in {*entries, "__metadata__"}, f"{name} twice in one file"
+        assert name not in entries, f"{name} twice in one file"
+        assert name != "__metadata__", "a tensor has the name of the file's metadata"
         begin, end = end, end + prod(shape) * dtype.itemsize
         entries[name] = {"dtype": _NAMES[str(dtype)], "shape": list(shape), "data_offsets": [begin, end]}
         begins[name] = begin
