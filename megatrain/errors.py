@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _ON_DEVICE = re.compile(r"CUDA error: out of memory|CUDA out of memory|XPU out of memory")
 _PLACE = re.compile(r"^\[enforce fail at [^\]]*\][^.]*\. ")
@@ -104,6 +104,12 @@ def is_text(given: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Return names as the end of a sentence that says which to use: `a, b or c`. There is at least one."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def os_error_of(error: BaseException) -> OSError | None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from megatrain.config.policies import POLICIES, RECOMPUTE, Policy
 from megatrain.config.runs import Runs, StepSums, round_sizes
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, one_of
 
 AUTO: Any = "auto"
 """The value of a field that the planner decides."""
@@ -286,7 +286,7 @@ def read_member(kind: type[_Member], name: str, what: str) -> _Member:
     """
     values = [member.value for member in kind]
     if name not in values:
-        raise ConfigError(f"{what} is {name!r}; use {', '.join(values[:-1])} or {values[-1]}")
+        raise ConfigError(f"{what} is {name!r}; use {one_of(values)}")
     return kind(name)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, one_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -143,6 +143,5 @@ def read_policy(name: str, what: str) -> Policy:
         ConfigError: There is none of that name.
     """
     if name not in POLICIES:
-        *others, last = POLICY_NAMES
-        raise ConfigError(f"{what} is {name!r}; use {', '.join(others)} or {last}")
+        raise ConfigError(f"{what} is {name!r}; use {one_of(POLICY_NAMES)}")
     return POLICIES[name]

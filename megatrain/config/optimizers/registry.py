@@ -5,11 +5,11 @@ Nothing else compares with the name of an optimizer, of a format or of a plane.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatrain.config.optimizers import adamw, signsgd
 from megatrain.config.optimizers.optimizer import Optimizer
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, one_of
 
 OPTIMIZERS: dict[str, Sequence[Optimizer]] = {
     formats[0].name: formats for formats in (adamw.FORMATS, signsgd.FORMATS)
@@ -33,15 +33,10 @@ def find(name: str, state: str) -> Optimizer:
         ConfigError: There is none.
     """
     if name not in OPTIMIZERS:
-        raise ConfigError(f"the optimizer is {name!r}; use {_one_of(OPTIMIZERS)}")
+        raise ConfigError(f"the optimizer is {name!r}; use {one_of(OPTIMIZERS)}")
     for found in OPTIMIZERS[name]:
         if found.state == state:
             return found
     raise ConfigError(
-        f"the optimizer's state is {state!r}; use {_one_of([each.state for each in OPTIMIZERS[name]])}"
+        f"the optimizer's state is {state!r}; use {one_of([each.state for each in OPTIMIZERS[name]])}"
     )
-
-
-def _one_of(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
