@@ -27,7 +27,7 @@ from megatrain.optim.adamw.codes import (
 from megatrain.optim.adamw.host import Planes
 
 TEMPORARY_BYTES = 40
-"""UpdateScratch memory per element that `store` takes and gives back, in bytes, at most."""
+"""Scratch memory per element that `store` takes and gives back, in bytes, at most."""
 _LOW = 0xFFFFFFFF
 
 
