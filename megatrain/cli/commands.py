@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -212,7 +211,7 @@ def train(
         with importing():
             from megatrain.train.loop import train as run
 
-        with join_ranks(config, doing) or nullcontext() as joined:
+        with join_ranks(config, doing) as joined:
             run(
                 config,
                 resume=config.checkpoint.resume,
@@ -305,9 +304,9 @@ def trace(
         from megatrain.train.commands.trace import describe
         from megatrain.train.commands.trace import trace as run
 
-        with join_ranks(config, doing) or nullcontext() as joined:
+        with join_ranks(config, doing) as joined:
             reports = run(config, out, steps=steps, progress=doing, ranks=joined)
-    if joined is None or joined.rank == 0:
+    if joined.rank == 0:
         print(f"{describe(reports)}\n{out}")
 
 

@@ -13,6 +13,7 @@ from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatrain.config import Config
+    from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell)
 
 
-def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | None:
+def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Alone:
     """Join the ranks that this process was started with, and let the first one speak for all.
 
     Args:
@@ -107,7 +108,7 @@ def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Non
     most = None if shards is None else shards * sequence
     device = config.train.device
     joined = join(os.environ, config.parallel.timeout, most, _log.warning, device=device)
-    if joined is not None and joined.rank > 0:
+    if joined.rank > 0:
         logging.disable(logging.WARNING)
         progress("")
     return joined

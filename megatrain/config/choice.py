@@ -373,7 +373,7 @@ def part_of(
     num_nodes: int = 1,
     gathers: bool = False,
 ) -> tuple[Choice, StepBatch | None]:
-    """Return the choice and the batch of one rank of several.
+    """Return the choice and the batch of one rank; one that trains alone keeps both as they are.
 
     Args:
         num_ranks: The number of ranks that train together.
@@ -385,6 +385,9 @@ def part_of(
     Raises:
         ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
     """
+    part = 0 if batch is None else batch.runs.shared_out(num_ranks, batch.sequence)
+    if num_ranks == 1:
+        return choice, batch
     sums = choice.given.get("sums", "device")
     if sums != "device":
         raise ConfigError(
@@ -393,16 +396,8 @@ def part_of(
     choice = replace(choice, sums="device")
     if batch is None:
         return choice, None
-    runs = batch.runs
-    part = runs.shared_out(num_ranks, batch.sequence)
-    counts: dict[str, Any] = {
-        "num_micro_batches": part * runs.length,
-        "num_runs": part,
-        "num_ranks": num_ranks,
-        "num_nodes": num_nodes,
-        "gathers": gathers,
-    }
-    lockstep = choice.given.get("lockstep", 1)
-    if lockstep > part * runs.length:
-        choice = replace(choice, lockstep=part * runs.length)
-    return choice, replace(batch, **counts)
+    number = part * batch.runs.length
+    if choice.given.get("lockstep", 1) > number:
+        choice = replace(choice, lockstep=number)
+    among: dict[str, Any] = {"num_ranks": num_ranks, "num_nodes": num_nodes, "gathers": gathers}
+    return choice, replace(batch, num_micro_batches=number, num_runs=part, **among)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.distributed.guard import Guard
 from megatrain.distributed.idle import watch_idly
 from megatrain.distributed.meeting import Met, backend_of, meet, share_cores, take_device, this_process
@@ -84,8 +85,8 @@ def join(
     say: Callable[[str], object],
     *,
     device: str = "cpu",
-) -> Ranks | None:
-    """Join the processes that torchrun has started; None: this one was not, or it is alone.
+) -> Ranks | Alone:
+    """Join the processes that torchrun has started; `Alone`: this one was not, or it trains by itself.
 
     The cores of the machine are shared out, so that ranks do not wait for each other's threads. Its
     accelerators are too, one for each rank, which becomes the current one. A process that is not needed stays
@@ -107,7 +108,7 @@ def join(
     """
     num_processes = int(environment.get("WORLD_SIZE", "1"))
     if num_processes == 1:
-        return None
+        return ALONE
     missing = [name for name in _OF_TORCHRUN if name not in environment]
     if missing:
         raise ConfigError(
@@ -128,7 +129,7 @@ def join(
     if places.size == 1:
         if rank is None:
             raise SystemExit(0)
-        return None
+        return ALONE
     known = {"rank": number, "world_size": num_processes}
     if rank is not None:
         known = {"rank": rank, "world_size": places.size}

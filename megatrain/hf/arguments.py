@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.runs import require_power_of_two
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.hf.ranks import own_state
 from megatrain.store.placement import Tiers
@@ -71,7 +72,7 @@ class MegatrainArguments:
         context: int | None,
         precision: str,
         num_passes_before: int = 0,
-        ranks: Ranks | None = None,
+        ranks: Ranks | Alone = ALONE,
     ) -> dict[str, Any]:
         """Return the keywords of `megatrain.attach`.
 
@@ -80,13 +81,13 @@ class MegatrainArguments:
             context: The number of tokens that the model can see.
             precision: The precision, as `precision_of` returns it.
             num_passes_before: The number of passes before the loss, as in `StepBatch`.
-            ranks: The ranks that train together; None for a single process.
+            ranks: The ranks that train together.
         """
         return {
             "ranks": ranks,
             "device": self.device if self.device is not None else args.device,
             "precision": precision,
-            "batch": self.batch(args, context, num_passes_before, 1 if ranks is None else ranks.size),
+            "batch": self.batch(args, context, num_passes_before, ranks.size),
             "compile": self.compile,
             "optimizer_state": self.optimizer_state,
             "host_limit": self.host_limit,
@@ -117,19 +118,17 @@ class MegatrainArguments:
         return batch
 
 
-def mapped(args: TrainingArguments, ranks: Ranks | None = None) -> TrainingArguments:
+def mapped(args: TrainingArguments, ranks: Ranks | Alone = ALONE) -> TrainingArguments:
     """Return a copy of arguments for the plain trainer, after a check that all of them can be kept.
 
     Args:
         args: The user's arguments for each rank.
-        ranks: The ranks, each of which goes through all micro-batches of a step; None for a single process.
+        ranks: The ranks, each of which goes through all micro-batches of a step.
 
     Raises:
         ConfigError: One of the arguments cannot be kept.
     """
     _refuse(args)
-    if ranks is not None:
-        _refuse_for_ranks(args, ranks)
     args = copy.copy(args)
     if args.gradient_checkpointing:
         _log.info(
@@ -140,7 +139,8 @@ def mapped(args: TrainingArguments, ranks: Ranks | None = None) -> TrainingArgum
         if hasattr(args, name):
             setattr(args, name, False)
             setattr(args, f"{name}_kwargs", None)
-    if ranks is not None:
+    if ranks.size > 1:  # one process reads its batches as the plain trainer does
+        _refuse_for_ranks(args, ranks)
         args.gradient_accumulation_steps *= ranks.size
         args.accelerator_config = copy.copy(args.accelerator_config)
         args.accelerator_config.dispatch_batches = False
@@ -148,7 +148,7 @@ def mapped(args: TrainingArguments, ranks: Ranks | None = None) -> TrainingArgum
     return args
 
 
-def _refuse_for_ranks(args: TrainingArguments, ranks: Ranks) -> None:
+def _refuse_for_ranks(args: TrainingArguments, ranks: Ranks | Alone) -> None:
     config: Any = args.accelerator_config
     for is_wrong, message in (
         (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 if TYPE_CHECKING:
+    from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def say_who_looks_at_gradients(callbacks: Iterable[TrainerCallback]) -> None:
 class FirstDecides:
     """The control of a trainer, for as long as it trains."""
 
-    def __init__(self, ranks: Ranks, trainer: Any) -> None:
+    def __init__(self, ranks: Ranks | Alone, trainer: Any) -> None:
         """Wrap a trainer; nothing waits yet."""
         self._ranks, self._trainer = ranks, trainer
         self._waiting: dict[str, bool] = {}
@@ -42,7 +43,10 @@ class FirstDecides:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Call callbacks in a way that keeps ranks together."""
+        """Call callbacks in a way that keeps ranks together, if there are several."""
+        if self._ranks.size == 1:  # what a callback wishes is done at once
+            yield
+            return
         handler = self._trainer.callback_handler
         self._call = handler.call_event
         handler.call_event = self._call_event

@@ -22,6 +22,7 @@ from megatrain.hf.arguments import MegatrainArguments
 from megatrain.hf.batches.traces import COUNT
 
 if TYPE_CHECKING:
+    from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def what_counts(kind: type) -> str | None:
     return f"{homes[found[0]]} sets {found[0]}" if found else None
 
 
-def one_by_one(asked: MegatrainArguments, why: str, ranks: Ranks | None) -> MegatrainArguments:
+def one_by_one(asked: MegatrainArguments, why: str, ranks: Ranks | Alone) -> MegatrainArguments:
     """Return the arguments with which a trainer that counts micro-batches streams them one after the other.
 
     Args:
@@ -67,7 +68,7 @@ def one_by_one(asked: MegatrainArguments, why: str, ranks: Ranks | None) -> Mega
         ConfigError: The arguments ask for something else.
     """
     lockstep = asked.choice.given.get("lockstep", 1)
-    if lockstep > 1 or ranks is not None or (asked.shards or 1) > 1:
+    if max(lockstep, ranks.size, asked.shards or 1) > 1:
         what = f"lockstep={lockstep}" if lockstep > 1 else "several processes or shards"
         raise ConfigError(
             f"{why}, by which the next micro-batch is chosen, so the micro-batches of a step cannot be run "

@@ -63,7 +63,7 @@ class Generating(Streaming):
             )
 
     def _require_same(self) -> None:
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             raise ConfigError(
                 f"{type(self).__name__} trains in one process: each of several would draw completions of its "
                 "own; start one"

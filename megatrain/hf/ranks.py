@@ -29,6 +29,7 @@ import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from torch import Tensor
 
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.distributed.join import first_line, unmet, unreached
 from megatrain.distributed.meeting import (
     Comer,
@@ -53,14 +54,14 @@ _joined: list[Ranks] = []
 """The ranks of this process, once a trainer was made, since a process joins others only once."""
 
 
-def join(args: TrainingArguments) -> Ranks | None:
+def join(args: TrainingArguments) -> Ranks | Alone:
     """Join the processes that a launcher has started, and make accelerate believe that each of them is alone.
 
     Args:
         args: The arguments of a trainer, which have told accelerate of the processes.
 
     Returns:
-        The ranks, or None if this process is alone.
+        The ranks, or `Alone`.
 
     Raises:
         ConfigError: The number of ranks is no power of two, or there are too few accelerators for them.
@@ -68,7 +69,7 @@ def join(args: TrainingArguments) -> Ranks | None:
     if not _joined and args.world_size > 1:
         _joined.append(_join(args))
     if not _joined:
-        return None
+        return ALONE
     ranks = _joined[0]
     state: Any = PartialState()  # every object of this class shares the values that are set here
     state.distributed_type = DistributedType.NO
@@ -162,7 +163,7 @@ _prepare(os.environ)
 class ReadBatches:
     """A digest of the batches that this rank has read, which must equal every rank's."""
 
-    def __init__(self, ranks: Ranks, batches: Sequence[Any] = ()) -> None:
+    def __init__(self, ranks: Ranks | Alone, batches: Sequence[Any] = ()) -> None:
         """Begin with these batches."""
         self._ranks = ranks
         self._number = 0

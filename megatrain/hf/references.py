@@ -61,7 +61,7 @@ class WithReference(Streaming):
     def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         self._stream()  # the plain class computes them before it is complete
         ranks = self._ranks
-        if ranks is None:
+        if ranks.size == 1:
             with self._references_together():
                 return super()._precompute_ref_logps(dataset, *args, **kwargs)
         if ranks.rank > 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,7 @@ class Streaming(_Base):
         self._optimizer: Any = None
         args = require_given(given)
         self._ranks = join(args)
-        self._control = None if self._ranks is None else FirstDecides(self._ranks, self)
+        self._control = FirstDecides(self._ranks, self)
         self._args = given["args"] = mapped(args, self._ranks)
         self._clipped = self._args.max_grad_norm
         self._require_same()
@@ -144,8 +143,7 @@ class Streaming(_Base):
     @property
     def _num_runs(self) -> int:
         """Return the number of runs into which all ranks together cut a step."""
-        binding = self.engine.arrangement.binding
-        return binding.runs.number * (1 if self._ranks is None else self._ranks.size)
+        return self.engine.arrangement.binding.runs.number * self._ranks.size
 
     def _move_model_to_device(self, *_: Any, **__: Any) -> None:
         """Leave the model where it is, since it streams to the device."""
@@ -165,11 +163,10 @@ class Streaming(_Base):
         self._hold_model()
         say_who_looks_at_gradients(self.callback_handler.callbacks)
         self.engine.zero_grad()
-        with nullcontext() if self._control is None else self._control.training():
+        with self._control.training():
             done = super().train(*args, **kwargs)
         self.engine.settle()  # all ranks settle, since the first one may save the model alone
-        if self._ranks is not None:
-            self._ranks.watch.doing("after its training", prepares=True)
+        self._ranks.watch.doing("after its training", prepares=True)
         return done
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +181,7 @@ class Streaming(_Base):
             self._group = StepGroup([inputs], self._num_runs, self._ranks, self.engine.parts)
         group, step = self._group, super().training_step
         if not group.has_run:
-            if self._ranks is not None:
-                self._ranks.watch.doing(f"at step {self.state.global_step + 1}")
+            self._ranks.watch.doing(f"at step {self.state.global_step + 1}")
             group.run(
                 self,
                 lambda batch: step(model, batch, *args, **kwargs),
@@ -267,7 +263,7 @@ class Streaming(_Base):
         self._clip_grad_norm(model)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        with nullcontext() if self._control is None else self._control.together():
+        with self._control.together():
             stats = self._streamed.last_stats
             if stats is not None and self.control.should_log:
                 grad_norm = stats.grad_norm  # reading waits for it, so it is read for the log alone
@@ -289,7 +285,7 @@ class Streaming(_Base):
         if engine_of(self.model) is not self.engine:  # it is an ordinary model now, or another trainer's
             return super().evaluation_loop(dataloader, *given)
         ranks, predictions = self._ranks, Predictions(self, loss_only, ignore_keys)
-        if ranks is None or not has_length(dataloader):
+        if ranks.size == 1 or not has_length(dataloader):  # those of one rank may stay on its device
             ahead = predictions.ahead(dataloader)
             with mock.patch.object(self, "prediction_step", ahead.take):
                 return super().evaluation_loop(ahead, *given)
@@ -332,14 +328,10 @@ class Streaming(_Base):
             save_untouched(self.model, Path(output_dir or self.args.output_dir))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        ranks = self._ranks
-        if ranks is None:
-            super()._save_checkpoint(*args, **kwargs)
-            return
-        with ranks.watch.moving(f"saving step {self.state.global_step}"):
+        with self._ranks.watch.moving(f"saving step {self.state.global_step}"):
             super()._save_checkpoint(*args, **kwargs)
         # The others may have looked for the best checkpoint before it was there.
-        self.state.best_model_checkpoint = ranks.tell(self.state.best_model_checkpoint)
+        self.state.best_model_checkpoint = self._ranks.tell(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._checkpoints.write(Path(output_dir))
@@ -368,8 +360,6 @@ class Streaming(_Base):
         Raises:
             ConfigError: A rank's script differs.
         """
-        if self._ranks is None:
-            return
         own = {field.name: str(getattr(self._megatrain, field.name)) for field in fields(self._megatrain)}
         own |= {"choice": str(as_values(self._megatrain.choice)), "trainer": type(self).__name__}
         said = {name: str(value) for name, value in self._args.to_dict().items() if name not in _OF_PROCESS}

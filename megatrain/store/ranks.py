@@ -29,5 +29,5 @@ class StateRanks(Protocol):
     def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Bring parts, given by node, from each node to the others."""
 
-    def shared_memory(self, nbytes: int) -> int:
-        """Return a descriptor of zeroed memory that every rank of the node maps."""
+    def shared_memory(self, nbytes: int) -> int | None:
+        """Return a descriptor of zeroed memory that every rank of the node maps; None: there is one rank."""

@@ -34,7 +34,7 @@ from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.store.arena import Arena
 from megatrain.store.master import join_master, split_master_into
 
-SharedMemory: TypeAlias = Callable[[int], int]
+SharedMemory: TypeAlias = Callable[[int], int | None]
 """Returns a descriptor of zeroed memory of so many bytes, which every rank of the node gets in its turn."""
 
 _OWN = frozenset({"accumulator", "staging", "staging of weights", "paged"})

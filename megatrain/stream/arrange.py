@@ -249,7 +249,7 @@ def choose_optimizer(arrangement: Arrangement, name: str | None, state: str | No
     executor = arrangement.executor
     sizes = [layout.sizes for layout in executor.host.layouts]
     need, room = (sum(size.optimizer_bytes(kind) for size in sizes) for kind in (chosen, planned))
-    has_shares = executor.gradients.shared is not None and chosen.has_scales
+    has_shares = executor.gradients.shared.ranks.size > 1 and chosen.has_scales
     if need > room or (has_shares and planned != chosen):
         raise ConfigError(
             f"state is {chosen.state}, but memory was planned for {planned.state}"

@@ -13,6 +13,7 @@ from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.read_choice import as_values, from_values, read_choice
 from megatrain.config.runs import Runs, StepSums
 from megatrain.config.sizes import parse_limit
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
@@ -34,7 +35,7 @@ from megatrain.stream.forward.arrangement import residents_of
 from megatrain.stream.forward.compiled import say_how
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lanes.devices import make_lanes
-from megatrain.stream.ranks.shared_gradients import Ranks
+from megatrain.stream.ranks.ranks import Ranks
 from megatrain.stream.resolve import Conditions, resolve
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def attach(
         ConfigError: An unknown keyword, a value out of range, or two that exclude each other.
     """
     asked, drives, whole = read_choice(choice, fields), tiers, batch
+    ranks = ranks or ALONE
     choice = asked
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; use 1 or more")
@@ -129,10 +131,7 @@ def attach(
     if sequence > 1:
         refuse_config(model.config, sequence)
         compile = uncompiled(compile, sequence)
-    if ranks is not None:
-        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
-    elif batch is not None:
-        batch.runs.shared_out(1, sequence)
+    choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
     kind = find(optimizer, optimizer_state)
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
@@ -157,11 +156,9 @@ def attach(
     )
     decided = choice.given
     choice, planned_tokens = resolve(model, choice, given)
-    if (
-        ranks is not None
-    ):  # each has planned by what it has found free; what it was told stays, to be compared
-        planned = from_values(ranks.gather_values(as_values(choice))[0])
-        choice = replace(planned, **{name: getattr(choice, name) for name in decided})
+    # each rank has planned by what it has found free; what it was told stays, to be compared
+    planned = from_values(ranks.gather_values(as_values(choice))[0])
+    choice = replace(planned, **{name: getattr(choice, name) for name in decided})
     tiers = None if tiers is None else tiers.as_chosen(choice)
     blocks = find_blocks(model, fragments=choice.fragments)
     check_choice(choice, blocks, compiles=compiles)
@@ -170,7 +167,7 @@ def attach(
     say_how(compile, lanes.device, compiles=compiles)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, kept)
-    sums = StepSums.of(runs, choice.lockstep, 1 if ranks is None else ranks.size, sequence)
+    sums = StepSums.of(runs, choice.lockstep, ranks.size, sequence)
     require_device_memory(blocks, layouts, lanes, choice, residents, optimizer=kind, sums=sums)
     binding = bind(
         model,

@@ -15,6 +15,7 @@ from megatrain.config.choice import Choice
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT, OPTIMIZERS
 from megatrain.config.runs import Runs, StepSums, SumRoom
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
@@ -32,7 +33,7 @@ from megatrain.store.state import HostState, Precision
 from megatrain.store.tiered import TieredState
 from megatrain.stream.forward.arrangement import places_of, residency_of
 from megatrain.stream.forward.attached import Binding
-from megatrain.stream.ranks.shared_gradients import Ranks
+from megatrain.stream.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +58,7 @@ def bind(
     host_limit: int | None = None,
     optimizer: Optimizer = DEFAULT,
     tiers: Tiers | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     sequence: int = 1,
 ) -> Binding:
     """Move a model's parameters into host state, one at a time; a model from `load` is there already.
@@ -128,7 +129,7 @@ def bind(
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
     host = make_host(layouts, precision, tiers, sum_room=sum_room, optimizer=optimizer, ranks=ranks)
-    fills = ranks is None or ranks.local_rank == 0
+    fills = ranks.local_rank == 0
     cast_buffers(model, torch.bfloat16 if precision is Precision.BF16 else torch.float32)
     rounded: list[str] = []
     with torch.no_grad():
@@ -155,14 +156,12 @@ def bind(
     return Binding(blocks, host, host_limit, optimizer, runs, ranks, sequence)
 
 
-def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
+def require_same_weights(host: HostState, ranks: Ranks) -> None:
     """Wait until every node has its weights, which may take long, and refuse other ones on one of them.
 
     Raises:
         ConfigError: The weights differ.
     """
-    if ranks is None:
-        return
     sums = torch.zeros(len(host.blocks), dtype=torch.int64)
     if ranks.num_nodes > 1 and ranks.local_rank == 0:
         sums = torch.stack([block.working.view(torch.int64).sum() for block in host.blocks])
@@ -176,7 +175,7 @@ def require_same_weights(host: HostState, ranks: Ranks | None) -> None:
 
 
 def kept_sums(
-    choice: Choice, runs: Runs, precision: Precision, ranks: Ranks | None = None, sequence: int = 1
+    choice: Choice, runs: Runs, precision: Precision, ranks: Ranks = ALONE, sequence: int = 1
 ) -> SumRoom:
     """Return the room for partial sums in fp32 that a step keeps between rounds, beside complete gradients.
 
@@ -187,8 +186,8 @@ def kept_sums(
         ranks: The ranks that train together; None: there is one.
         sequence: The number of neighbours among them that share out rows.
     """
-    size, on_drives = 1 if ranks is None else ranks.size, choice.sums == "nvme"
-    sums = StepSums.of(runs, choice.lockstep, size, sequence, on_drives=on_drives)
+    on_drives = choice.sums == "nvme"
+    sums = StepSums.of(runs, choice.lockstep, ranks.size, sequence, on_drives=on_drives)
     return sums.between(is_wide=precision is Precision.BF16)
 
 
@@ -208,7 +207,7 @@ def make_host(
     *,
     sum_room: SumRoom,
     optimizer: Optimizer,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> HostState:
     """Allocate host state, in RAM or also on drives.
 
@@ -216,12 +215,12 @@ def make_host(
         MegatrainError: `TieredState` refuses.
     """
     host: TieredState
-    if ranks is not None and ranks.num_nodes > 1:
+    if ranks.num_nodes > 1:
         if tiers is None:
             return NodeState(layouts, precision, ranks, optimizer)
         host = NodeTieredState(layouts, precision, tiers, optimizer, sum_room=sum_room, ranks=ranks)
     elif tiers is None:
-        return HostState(layouts, precision, shared=None if ranks is None else ranks.shared_memory)
+        return HostState(layouts, precision, shared=ranks.shared_memory)
     else:
         host = TieredState(layouts, precision, tiers, optimizer, sum_room=sum_room, ranks=ranks)
     _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
@@ -260,7 +259,7 @@ def require_host_memory(
     limit: int | None = None,
     optimizer: Optimizer = DEFAULT,
     tiers: Tiers | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
 
@@ -318,11 +317,11 @@ def host_planes(
     *,
     sum_room: SumRoom,
     optimizer: Optimizer,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
     sizes = [layout.sizes for layout in layouts]
-    kept = None if ranks is None else node_totals(sizes, ranks.size, ranks.num_nodes, ranks.node)
+    kept = node_totals(sizes, ranks.size, ranks.num_nodes, ranks.node)
     return pools.host_planes(BlockTotals(sizes)[:], places, optimizer, room=sum_room, kept=kept)
 
 

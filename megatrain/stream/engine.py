@@ -177,27 +177,23 @@ class Engine:
         if rows is not None:
             batches = [cut_rows(batch, rows) for batch in batches]
             counts = [count_targets(batch) for batch in batches]
-        total, number = own, _ = sum(counts), len(batches)
-        if binding.ranks is not None:
-            total, number = torch.stack(binding.ranks.gather(torch.tensor([own, number]))).sum(0).tolist()
-            number //= binding.sequence
+        ranks, own, sequence = binding.ranks, sum(counts), binding.sequence
+        total, number = torch.stack(ranks.gather(torch.tensor([own, len(batches)]))).sum(0).tolist()
         if total == 0:
             raise DataError("the step has no token to train on: every label is -100; check the data's labels")
         head = self._model_forward.head
 
         def loss_of(batch: Mapping[str, Any], count: int) -> Tensor:
-            share = head.share_of(batch, count, total=total, num_micro_batches=number)
+            share = head.share_of(batch, count, total=total, num_micro_batches=number // sequence)
             with head.over(share):
                 return share.scaled(self.model(**{**batch, "return_dict": True}).loss)
 
         calls = [partial(loss_of, batch, count) for batch, count in zip(batches, counts, strict=True)]
         with nullcontext() if rows is None else rows.active():
             losses = self._steps.run(calls, seeds, own)
-        if binding.ranks is not None:  # those of all ranks, in the order of one
-            found = [list(each) for each in binding.ranks.gather(torch.stack(losses))]
-            sequence = binding.sequence
-            losses = in_order(self.parts(len(losses) * len(found) // sequence), found, sequence)
-        return reduce(torch.add, losses)
+        found = [list(each) for each in ranks.gather(torch.stack(losses))]
+        parts = self.parts(len(losses) * len(found) // sequence)
+        return reduce(torch.add, in_order(parts, found, sequence))
 
     def parts(self, count: int) -> list[list[int]]:
         """Return by rank which of a step's `count` micro-batches it is given, by their numbers.
@@ -206,7 +202,7 @@ class Engine:
             ConfigError: The micro-batches cannot be cut into the step's runs.
         """
         binding = self.arrangement.binding
-        size = 1 if binding.ranks is None else binding.ranks.size
+        size = binding.ranks.size
         runs = Runs.of(binding.runs.number * num_places(size, binding.sequence), count)
         return runs.parts(self.choice.lockstep, size, binding.sequence)
 

@@ -16,6 +16,7 @@ from megatrain.config.optimizers.registry import DEFAULT, find
 from megatrain.config.read_choice import read_choice
 from megatrain.config.runs import Runs
 from megatrain.config.sizes import parse_limit
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.model.adapters.adapt import (
@@ -50,7 +51,7 @@ from megatrain.stream.bind import (
     with_gradients,
 )
 from megatrain.stream.forward.arrangement import places_of
-from megatrain.stream.ranks.shared_gradients import Ranks
+from megatrain.stream.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -115,7 +116,7 @@ def load(
         CapacityError: The state does not fit into host memory; nothing was allocated.
         ConfigError: Neither or both of `path` and `config`, or an unknown precision or keyword.
     """
-    choice = read_choice(choice, fields)
+    choice, ranks = read_choice(choice, fields), ranks or ALONE
     if (path is None) == (config is None):
         raise ConfigError("load takes a path or a config, one of the two")
     Tiers.check(tiers)
@@ -123,8 +124,7 @@ def load(
     if tiers is not None:
         refuse_on_drives(kind)
         tiers = tiers.as_chosen(choice)
-    if ranks is not None:
-        choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
+    choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
     lora = None
     if path is not None and adapter is None and is_adapter(Path(path)):
         path, adapter = None, path
@@ -176,7 +176,7 @@ def load(
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     sum_room = kept_sums(most, runs, kept, ranks, sequence)
     host = make_host(layouts, kept, tiers, sum_room=sum_room, optimizer=kind, ranks=ranks)
-    if (ranks is not None and ranks.local_rank > 0) or (isinstance(host, TieredState) and host.is_resumed):
+    if ranks.local_rank > 0 or (isinstance(host, TieredState) and host.is_resumed):
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:
             take_generation_config(model, path)

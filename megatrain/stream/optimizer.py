@@ -132,7 +132,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def take_part(self, executor: Executor) -> None:
         """Go on with an executor that is new: the engine is arranged in another way."""
         self._executor = executor
-        if executor.gradients.shared is not None:
+        if executor.gradients.shared.ranks.size > 1:
             check_shares(self.kind, has_residents=bool(executor.states.blocks))
         _plan_updates(executor, self.kind, clips=self._max_grad_norm is not None)
         executor.states.allocate()
@@ -298,12 +298,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 runs.append((key, entry.state_offset, stop))
                 if self.kind.draws_noise:  # a range is one parameter: its own key and scales
                     keys[entry.state_offset] = rounding_key(self._seed, entry.name, key[1])
-        shared = self._executor.gradients.shared
-        cut = [
-            (key, start, part)
-            for key, start, stop in runs
-            for part in ([range(start, stop)] if shared is None else shared.updated[block].cut(start, stop))
-        ]
+        own = self._executor.gradients.shared.updated[block]
+        cut = [(key, start, part) for key, start, stop in runs for part in own.cut(start, stop)]
         return [
             (
                 RangeStep(
@@ -346,8 +342,7 @@ def _plan_updates(executor: Executor, optimizer: Optimizer, *, clips: bool) -> N
     """Let programs know of the optimizer: what its state takes, and whether it clips."""
     shared = executor.gradients.shared
     sizes = [
-        size.with_optimizer(layout.sizes, optimizer, None if shared is None else shared.updated[number])
-        for number, (layout, size) in enumerate(zip(executor.host.layouts, executor.spec.sizes, strict=True))
+        shared.with_optimizer(number, size, optimizer) for number, size in enumerate(executor.spec.sizes)
     ]
     executor.spec = replace(executor.spec, sizes=sizes, clips=clips)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.config.choice import Choice
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.model.adapters.adapt import adapters_off
 from megatrain.stream.attach import attach
 from megatrain.stream.engine import Engine
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
+    from megatrain.distributed.ranks import Ranks
+
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ def make_engine(
     adapter: Path | None = None,
     committed: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks | Alone = ALONE,
     planned_tokens: int = 0,
 ) -> Engine:
     """Load the model of a run into host state, with its adapters, and attach it.

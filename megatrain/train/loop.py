@@ -14,7 +14,7 @@ from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.config.sizes import counted
 from megatrain.config.types import steps_between
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.stream.machine import Measure
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.endings import end_early, refuse_failed_callback, stop_flag
@@ -47,6 +47,8 @@ from megatrain.train.way_back import judge, way_back
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
+    from megatrain.distributed.ranks import Ranks
+
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +61,7 @@ def train(
     prepared: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     progress: Callable[[str], object] = _log.debug,
-    ranks: Ranks | None = None,
+    ranks: Ranks | Alone | None = None,
 ) -> Path:
     """Train or resume training, and leave the model in `hf/` of the run directory.
 
@@ -80,9 +82,9 @@ def train(
         MegatrainError: The subclass carries the exit code.
         SystemExit: 75, after a signal stopped the run and its state was saved.
     """
-    directory = RunDirectory(Path(config.out))
+    directory, ranks = RunDirectory(Path(config.out)), ranks or ALONE
     held = held_by_nodes(config, ranks)
-    if ranks is not None and ranks.rank > 0:
+    if ranks.rank > 0:
         _follow(config, ranks, prepared)
         return directory.path
     directory.check()
@@ -98,8 +100,7 @@ def train(
                     "its settings differ (%s); give a new directory with --out to train with these",
                     "; ".join(changed),
                 )
-            if ranks is not None:
-                ranks.tell(None)
+            ranks.tell(None)
             return directory.path
         committed = None
         if resume == "auto":
@@ -109,17 +110,16 @@ def train(
         checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
-        config = with_shards(config, 1 if ranks is None else ranks.size, committed or meta)
-        if ranks is not None:
-            ranks.tell(
-                {
-                    "checkpoint": None if checkpoint is None else str(checkpoint),
-                    "meta": meta,
-                    "fingerprint": None if found is None else fingerprint(found[1]),
-                    "committed": committed,
-                    "shards": config.parallel.shards,
-                }
-            )
+        config = with_shards(config, ranks.size, committed or meta)
+        ranks.tell(
+            {
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "meta": meta,
+                "fingerprint": None if found is None else fingerprint(found[1]),
+                "committed": committed,
+                "shards": config.parallel.shards,
+            }
+        )
         members = [*trackers(config.log.to, directory.path), *callbacks]
         run = prepare(
             config,
@@ -136,17 +136,15 @@ def train(
             ranks=ranks,
         )
         progress("")
-        if ranks is not None:
-            read_alone(ranks, run.engine)
+        read_alone(ranks, run.engine)
         if checkpoint is not None and not is_own:
             choose_best_anew(run.evaluator.standing, checkpoint.parent)
         directory.begin(run.config, None if run.planned is None else planned_run(run.planned, run.num_steps))
         is_done = False
         with recorded(run, directory), way_back(run, directory):
             try:
-                if ranks is not None:
-                    ranks.meet("orders")  # from now on the other ranks leave signals to this one
-                with stop_flag(is_alone=ranks is None) as stop:
+                ranks.meet("orders")  # from now on the other ranks leave signals to this one
+                with stop_flag(is_alone=ranks.size == 1) as stop:
                     final = _train_until_done(run, directory, stop, own if step == run.step else None)
                 standing = run.evaluator.standing.state()
                 best = best_step({"evaluation": standing}, loads_best=config.eval.load_best)
@@ -173,7 +171,7 @@ def _references(config: Config, prepared: Path | None) -> Path:
     return Path(config.data.cache or prepared or Path(config.out) / "reference")
 
 
-def _follow(config: Config, ranks: Ranks, prepared: Path | None) -> None:
+def _follow(config: Config, ranks: Ranks | Alone, prepared: Path | None) -> None:
     """Take the steps that the first rank orders."""
     found = ranks.tell()
     if found is None:
@@ -253,8 +251,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             elif callbacks.wants("should_training_stop"):
                 reason = "a callback"
             if commit_every is not None and row.step % commit_every == 0:
-                if run.ranks is not None:
-                    run.ranks.tell(COMMIT)
+                run.ranks.tell(COMMIT)
                 run.commit()
             is_time = every is not None and row.step % every == 0
             if is_time or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
@@ -264,8 +261,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     if saved is None:
         saved = _save(run, directory)
     callbacks.call("on_train_end")
-    if run.ranks is not None:
-        run.ranks.tell(END)
+    run.ranks.tell(END)
     refuse_failed_callback(run, saved)
     if reason and run.step < run.num_steps:
         run.tell("stop", reason=reason)
@@ -287,8 +283,7 @@ def _begin(run: Run) -> None:
 def _evaluate(run: Run) -> bool:
     """Evaluate and report the results; return whether the model is the best so far."""
     with run.moving(f"evaluating step {run.step}"):
-        if run.ranks is not None:
-            run.ranks.tell(EVALUATE)
+        run.ranks.tell(EVALUATE)
         outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step, run.ranks)
     for one in outcome.evaluations:
         run.tell("evaluation", name=one.name, **one.numbers)

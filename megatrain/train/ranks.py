@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,6 @@ from megatrain.config.decided import with_micro_batches
 from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.sizes import counted
 from megatrain.distributed.processes import num_cores
-from megatrain.distributed.ranks import Ranks
 from megatrain.distributed.signals import stop_signals
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
@@ -35,12 +34,16 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 
+if TYPE_CHECKING:
+    from megatrain.distributed.alone import Alone
+    from megatrain.distributed.ranks import Ranks
+
 STEP, EVALUATE, COMMIT, SETTLE, LEND, END = "step", "evaluate", "commit", "settle", "lend", "end"
 """The orders of the first rank. After `SETTLE` the others bring home what is newer on their devices, before
 the first rank reads it; `LEND`, with a block's number, lends it the state of their nodes."""
 
 
-def gathers_weights(wish: bool | None, device: str, ranks: Ranks) -> bool:
+def gathers_weights(wish: bool | None, device: str, ranks: Ranks | Alone) -> bool:
     """Return whether each rank fetches a piece of the weights and all gather them; all ranks decide that.
 
     Args:
@@ -54,9 +57,9 @@ def gathers_weights(wish: bool | None, device: str, ranks: Ranks) -> bool:
     return all(ranks.gather_values(kind in VENDORS and VENDORS[kind].reach_each_other(ranks.local_size)))
 
 
-def described(ranks: Ranks | None, shards: int | None) -> str:
+def described(ranks: Ranks | Alone, shards: int | None) -> str:
     """Describe the ranks, what they share in a node, and what decides their sums; empty for a single one."""
-    if ranks is None:
+    if ranks.size == 1:
         return ""
     nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
     cores = num_cores()
@@ -66,13 +69,13 @@ def described(ranks: Ranks | None, shards: int | None) -> str:
     )
 
 
-def settle_ranks(config: Config, ranks: Ranks | None) -> None:
-    """Decide whether these ranks gather weights."""
-    if ranks is not None:
+def settle_ranks(config: Config, ranks: Ranks | Alone) -> None:
+    """Decide whether these ranks gather weights, if there are several."""
+    if ranks.size > 1:
         ranks.gathers = gathers_weights(config.parallel.gathers, config.train.device, ranks)
 
 
-def agreed(ranks: Ranks, choice: Choice, config: Config) -> tuple[Choice, Config]:
+def agreed(ranks: Ranks | Alone, choice: Choice, config: Config) -> tuple[Choice, Config]:
     """Return the first rank's plan: its choice, and settings with its size of micro-batches.
 
     Args:
@@ -86,24 +89,21 @@ def agreed(ranks: Ranks, choice: Choice, config: Config) -> tuple[Choice, Config
 
 
 @contextmanager
-def step_of_all(ranks: Ranks | None, engine: Engine) -> Iterator[None]:
+def step_of_all(ranks: Ranks | Alone, engine: Engine) -> Iterator[None]:
     """Let the other ranks take the step that this one, the first, takes inside."""
-    if ranks is None:
-        yield
-        return
     ranks.tell(STEP)
-    _let_others(engine, _refuse_within_a_step)
+    _let_others(ranks, engine, _refuse_within_a_step)
     try:
         yield
     except BaseException:
-        _let_others(engine, _refuse_after_an_error)
+        _let_others(ranks, engine, _refuse_after_an_error)
         raise
     read_alone(ranks, engine)
 
 
-def read_alone(ranks: Ranks, engine: Engine) -> None:
+def read_alone(ranks: Ranks | Alone, engine: Engine) -> None:
     """Let the others `lend` the state that this one, the first, reads from now on."""
-    _let_others(engine, lambda *block: ranks.tell([LEND, *block] if block else SETTLE))
+    _let_others(ranks, engine, lambda *block: ranks.tell([LEND, *block] if block else SETTLE))
 
 
 def lend(engine: Engine, order: Any) -> None:
@@ -115,8 +115,10 @@ def lend(engine: Engine, order: Any) -> None:
         engine.host.lend(order[1])
 
 
-def _let_others(engine: Engine, call: Callable[..., object]) -> None:
+def _let_others(ranks: Ranks | Alone, engine: Engine, call: Callable[..., object]) -> None:
     """Call `call`, with a block or none, whenever the first rank is about to read what other ranks have."""
+    if ranks.size == 1:  # it has everything, and may read at any time
+        return
     engine.arrangement.call_others = call
     if isinstance(engine.host, PartedState):
         engine.host.call_others = call
@@ -136,7 +138,7 @@ def _refuse_after_an_error(*_: int) -> None:
     )
 
 
-def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> None:
+def require_same_run(ranks: Ranks | Alone, config: Config, facts: Mapping[str, Any]) -> None:
     """Refuse to train with ranks that would train something else.
 
     Args:
@@ -150,7 +152,7 @@ def require_same_run(ranks: Ranks, config: Config, facts: Mapping[str, Any]) -> 
     require_same(ranks, flatten(config.model_dump(mode="json")), facts)
 
 
-def require_same(ranks: Ranks, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+def require_same(ranks: Ranks | Alone, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Refuse ranks of which one has other settings or facts, as `require_same_run` does.
 
     Args:
@@ -180,11 +182,8 @@ def _short(value: Any) -> Any:
 
 
 @contextmanager
-def in_turn(ranks: Ranks | None) -> Iterator[None]:
+def in_turn(ranks: Ranks | Alone) -> Iterator[None]:
     """Let the first rank go ahead, then the first one of each other node, then the rest."""
-    if ranks is None:
-        yield
-        return
     turn = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):
         ranks.meet("orders")
@@ -193,7 +192,7 @@ def in_turn(ranks: Ranks | None) -> Iterator[None]:
         ranks.meet("orders")
 
 
-def require_checkpoint(ranks: Ranks, path: Path, name: str) -> None:
+def require_checkpoint(ranks: Ranks | Alone, path: Path, name: str) -> None:
     """Refuse to resume from a checkpoint that this rank's node does not have, or of which it has another one.
 
     Args:
@@ -217,7 +216,7 @@ def require_checkpoint(ranks: Ranks, path: Path, name: str) -> None:
         )
 
 
-def count_written(care: Care, ranks: Ranks) -> None:
+def count_written(care: Care, ranks: Ranks | Alone) -> None:
     """Count the bytes that the other ranks have written to drives; every rank calls it."""
     own = care.own_written_bytes() or 0
     care.count_others(sum(map(int, ranks.gather(torch.tensor(own)))) - own)

@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatrain.config.decided import as_begun, smallest_micro_batches
 from megatrain.config.sections.log import Event
 from megatrain.config.sizes import counted
 from megatrain.data.loader import PackedLoader
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.hardware.care import Care
 from megatrain.hardware.determinism import set_environment
@@ -60,6 +60,8 @@ from megatrain.train.spikes import Spikes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+    from megatrain.distributed.ranks import Ranks
+
 _log = logging.getLogger(__name__)
 
 
@@ -95,8 +97,8 @@ class Run:
     last_good: LastGood = field(default_factory=LastGood)
     events: EventLog | None = None
     """The log of events; None records nothing, as in a dry run."""
-    ranks: Ranks | None = None
-    """The ranks that train together; None for a single process."""
+    ranks: Ranks | Alone = ALONE
+    """The ranks that train together."""
     base: str | None = None
     """The fingerprint of the model that has adapters; None if the run trains the model itself."""
     reference: str | None = None
@@ -109,12 +111,11 @@ class Run:
 
     def doing(self, what: str) -> None:
         """Tell the other ranks what this one does from now on, in case it is lost."""
-        if self.ranks is not None:
-            self.ranks.watch.doing(what)
+        self.ranks.watch.doing(what)
 
     def moving(self, what: str) -> AbstractContextManager[None]:
         """Let the other ranks wait without limit for the work of this one, as long as it makes progress."""
-        return nullcontext() if self.ranks is None else self.ranks.watch.moving(what)
+        return self.ranks.watch.moving(what)
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors, as plain values."""
@@ -166,11 +167,10 @@ class Run:
             CheckpointError: The checkpoint does not belong to this model.
             DataError: The checkpoint does not belong to this data.
         """
-        if self.ranks is None or self.ranks.local_rank == 0:
+        if self.ranks.local_rank == 0:
             read_state(self.engine.host, source)
         self.engine.weights_changed()
-        if self.ranks is not None:
-            self.ranks.meet("orders")
+        self.ranks.meet("orders")
         self.restore_position(meta)
 
     def restore_position(self, meta: Mapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ def prepare(
     show: Callable[[str], object] = _log.debug,
     callbacks: Sequence[TrainerCallback] = (),
     progress: Callable[[str], object] = _log.debug,
-    ranks: Ranks | None = None,
+    ranks: Ranks | Alone = ALONE,
 ) -> Run:
     """Make everything that a run needs, from a checkpoint or a commit on drives if there is one.
 
@@ -275,7 +275,7 @@ def prepare(
     model_counts = ready_to_plan(config, source, model_config, data.packed.packing, counts, progress)
     planned = None
     settle_ranks(config, ranks)
-    if ranks is None or ranks.rank == 0:
+    if ranks.rank == 0:
         of_run = {"num_steps": num_steps, "earlier": earlier, "given": given}
         planned = plan_memory(config, model_counts, measure, ranks, lately=Lately(counts), **of_run)
         config = smallest_micro_batches(config) if planned is None else planned.config
@@ -295,9 +295,8 @@ def prepare(
     choice, planned_tokens = config.choice, 0
     if planned is not None:
         choice, planned_tokens = planned.plan.choice, planned.plan.tokens_together
-    if ranks is not None:
-        choice, config = agreed(ranks, choice, config)
-        planned_tokens = ranks.tell(planned_tokens)
+    choice, config = agreed(ranks, choice, config)
+    planned_tokens = ranks.tell(planned_tokens)
     loader = make_loader(data, config)
     evaluator = Evaluator(
         config.eval,
@@ -311,17 +310,15 @@ def prepare(
     if reference is not None and earlier is not None:
         reference.check(earlier)
     progress("loading the model")
-    if ranks is not None:
-        facts = {"data": loader.state(), "steps": num_steps, "model": model_config.to_dict()}
-        require_same_run(ranks, config, facts)
+    facts = {"data": loader.state(), "steps": num_steps, "model": model_config.to_dict()}
+    require_same_run(ranks, config, facts)
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
     if reference is not None and earlier is not None:
-        if (ranks is None or ranks.rank == 0) and not reference.is_kept:
+        if ranks.rank == 0 and not reference.is_kept:
             progress("computing the reference with the model that the run began with")
             reference.fill(lambda: engine_of_base(config, choice, vocab_size, planned_tokens))
             gc.collect()  # the run needs its memory now
-        if ranks is not None:
-            ranks.meet("orders")  # the others wait here for as long as that takes
+        ranks.meet("orders")  # the others wait here for as long as that takes
     with memory_told(config, planned, "while the model was loaded"), sound_checkpoint_named(checkpoint, meta):
         engine = make_engine(
             config,
@@ -371,7 +368,7 @@ def prepare(
         ranks=ranks,
     )
     if (
-        ranks is None
+        ranks.size == 1
         and planned is not None
         and not planned.request.spec.is_cpu
         and not config.train.reproducible

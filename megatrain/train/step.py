@@ -58,7 +58,7 @@ def train_step(run: Run) -> StepMetrics:
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
     run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
     seconds = time.monotonic() - started
-    if run.ranks is not None and run.config.memory.drives:
+    if run.config.memory.drives:
         count_written(run.care, run.ranks)
     vitals = run.care.sample()
     return StepMetrics(
@@ -88,5 +88,4 @@ def train_step(run: Run) -> StepMetrics:
 
 def _measured(run: Run, report: StepReport, num_tokens: int) -> dict[str, Any]:
     flops = run.engine.arrangement.flops.model_flops(run.config.data.seq_len)
-    num_ranks = 1 if run.ranks is None else run.ranks.size
-    return measured(report, model_flops=num_tokens * flops, num_ranks=num_ranks)
+    return measured(report, model_flops=num_tokens * flops, num_ranks=run.ranks.size)

@@ -47,7 +47,7 @@ def _newest(run: Run, directory: RunDirectory) -> str:
     """Name the checkpoint that `auto` takes, if it is whole."""
     try:
         saved = next(iter(find(directory.checkpoints)), None)
-        held = held_by(run.config, num_nodes=1 if run.ranks is None else run.ranks.num_nodes)
+        held = held_by(run.config, num_nodes=run.ranks.num_nodes)
     except MegatrainError:  # the resuming command reports what is wrong with it
         return "the newest checkpoint that is whole"
     step = 0 if saved is None else step_of(saved)

@@ -15,6 +15,7 @@ from megatrain.hf.batches.traces import Traces
 from megatrain.hf.ranks import ReadBatches
 
 if TYPE_CHECKING:
+    from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
 
 
@@ -49,7 +50,7 @@ class Predictions:
 
         return Ahead(trainer.engine, loader, find, with_logits=not self.loss_only)
 
-    def shared(self, ranks: Ranks, batches: Iterable[Any]) -> Iterator[Any]:
+    def shared(self, ranks: Ranks | Alone, batches: Iterable[Any]) -> Iterator[Any]:
         """Predict every batch once, by one rank each; return the results of `prediction_step`.
 
         The metrics that TRL keeps then hold the values of all calls.

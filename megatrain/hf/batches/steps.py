@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.hf.batches.traces import Traces
 from megatrain.hf.ranks import ReadBatches
@@ -33,7 +34,7 @@ class StepGroup:
         self,
         batches: Sequence[Any],
         num_runs: int = 1,
-        ranks: Ranks | None = None,
+        ranks: Ranks | Alone = ALONE,
         parts: Parts | None = None,
     ) -> None:
         """Expect that these batches are asked for, in order.
@@ -42,7 +43,7 @@ class StepGroup:
             batches: The batches of the whole step.
             num_runs: The number of runs into which the step is cut. If that does not come out even, at the
                 end of an epoch, the last batch is run again as often as needed, and counts for nothing.
-            ranks: The ranks, each of which runs its part of them; None for a single process.
+            ranks: The ranks, each of which runs its part of them.
             parts: The function that returns the parts, like `Engine.parts`.
         """
         self._batches = list(batches)
@@ -53,7 +54,7 @@ class StepGroup:
         self.inputs = [*self._batches, *self._batches[-1:] * fill]
         """The inputs of the trainer's step: the batches, and the results of passes before it."""
         self.own: Sequence[int] = range(len(self.inputs))
-        if ranks is not None and parts is not None:
+        if parts is not None and self.inputs:
             self.own = parts(len(self.inputs))[ranks.rank]
         """The numbers of the batches that this rank runs."""
 
@@ -106,7 +107,7 @@ class StepGroup:
                 f"{len(self._batches)} micro-batches, is filled up to {len(self.inputs)} for its shards, "
                 "which the hook would see; use as many rows as make whole steps"
             )
-        if self._ranks is not None:
+        if self._ranks.size > 1:  # a digest of all that is read takes time
             ReadBatches(self._ranks, self._batches).require_same(number, trainer.state.max_steps)
         taken: list[Tensor] = []
         logged: dict[int, Tensor] = {}
@@ -144,7 +145,7 @@ class StepGroup:
             random.restore()
         traces.left.pop(-1, None)
         left = traces.left
-        if self._ranks is not None:
+        if self._ranks.size > 1:  # the losses of one rank stay where they are, and nobody waits for them
             device = engine.lanes.device
             mine = [[index, str(loss.dtype), float(loss), *left[index]] for index, loss in logged.items()]
             for found in self._ranks.gather_values(mine):

@@ -20,6 +20,7 @@ from megatrain.stream.load import load
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
+    from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ class Settings:
     args: TrainingArguments
     precision: str
     num_passes_before: int
-    ranks: Ranks | None
+    ranks: Ranks | Alone
 
-    def of(self, config: PretrainedConfig) -> tuple[TrainingArguments, int | None, str, int, Ranks | None]:
+    def of(self, config: PretrainedConfig) -> tuple[TrainingArguments, int | None, str, int, Ranks | Alone]:
         """Return the settings for a model of this configuration, as `MegatrainArguments` takes them."""
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         return self.args, context, self.precision, self.num_passes_before, self.ranks
@@ -88,7 +89,7 @@ def attached(model: Any, asked: MegatrainArguments, settings: Settings) -> Engin
             f"bf16 is {bool(settings.args.bf16)} (TRL's default is True), but the model was attached "
             f"with precision={engine.host.precision.value!r}; pass the bf16 that fits it"
         )
-    if ranks is not None and engine.arrangement.binding.ranks is not ranks:
+    if engine.arrangement.binding.ranks is not ranks:
         raise ConfigError(
             f"the model was attached by one process alone, and {ranks.size} train together; pass "
             "its path, or the model as it was before attach"

@@ -24,6 +24,7 @@ from megatrain.stream.engine import Engine
 from megatrain.train.resume.state import has_state, lend_state, read_state, remove_state, write_state
 
 if TYPE_CHECKING:
+    from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -72,13 +73,13 @@ def save_untouched(model: Any, directory: Path) -> None:
 class Checkpoints:
     """Writes and reads the state of one engine."""
 
-    def __init__(self, engine: Engine, ranks: Ranks | None, num_runs: int) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks | Alone, num_runs: int) -> None:
         """Keep the state of `engine`, which ranks share, with the number of runs of all their steps."""
         self._engine, self._ranks, self._num_runs = engine, ranks, num_runs
 
     def write(self, directory: Path) -> None:
         """Write the state into a checkpoint; with several ranks, the first one does."""
-        if self._ranks is None or self._ranks.rank == 0:
+        if self._ranks.rank == 0:
             remove_state(directory)  # left by an earlier run, whose directory Trainer overwrites
             write_state(self._engine, directory)
             (directory / _SHARDS).write_text(json.dumps({"shards": self._num_runs}))
@@ -139,12 +140,9 @@ class Checkpoints:
     @contextmanager
     def _in_turn(self) -> Iterator[bool]:
         """Yield whether this rank writes to the state of its node; the others continue when it has."""
-        ranks = self._ranks
-        if ranks is not None:
-            ranks.meet("orders")
-        yield ranks is None or ranks.local_rank == 0
-        if ranks is not None:
-            ranks.meet("orders")
+        self._ranks.meet("orders")
+        yield self._ranks.local_rank == 0
+        self._ranks.meet("orders")
 
 
 def read_weights(model: Any, directory: str, host: HostState, *, reads: bool) -> None:

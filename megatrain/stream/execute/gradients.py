@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import ConfigError
-from megatrain.layout import pools
 from megatrain.layout.blocks import Entry
 from megatrain.optim.pool import default_pool
 from megatrain.optim.sums import add, add_last, sum_of_squares
@@ -32,6 +31,7 @@ from megatrain.store.state import HostState, Precision, split_gradient
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home, Views, round_into
 from megatrain.stream.execute.run_sums import RunSums
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.ranks.own_gradients import OwnGradients
 from megatrain.stream.ranks.shared_gradients import SharedGradients
 
 
@@ -43,9 +43,9 @@ class Gradients:
         lanes: Lanes,
         host: HostState,
         buffers: GradientBuffers,
-        shared: SharedGradients | None = None,
+        shared: OwnGradients,
     ) -> None:
-        """Begin without any; `buffers` is their memory, `shared` what several ranks keep of them."""
+        """Begin without any; `buffers` is their memory, `shared` what this rank keeps of them."""
         self.shared = shared
         self._lanes = lanes
         self._host = host
@@ -53,11 +53,8 @@ class Gradients:
         self.is_filled = [False] * buffers.num_buffers
         """By buffer of the ring: whether it holds a part of its block's gradient."""
         self.run_sums = RunSums(len(host.blocks))
-        num_blocks = len(host.blocks)
-        sums = torch.zeros(pools.square_sums(num_blocks), dtype=torch.uint8, device=lanes.device)
-        self._sums = sums.view(torch.float64)[:num_blocks]
-        self.homes = [Home.NONE] * num_blocks
-        self._is_home = [False] * num_blocks
+        self.homes = [Home.NONE] * len(host.blocks)
+        self._is_home = [False] * len(host.blocks)
         self.present: list[set[str]] = [set() for _ in host.blocks]
         """By block: the parameters with a gradient; an exchange adds those of other ranks when it runs."""
         self.next_staging = 0
@@ -128,7 +125,7 @@ class Gradients:
         """Join the partial sums of blocks on the device: of all, where other ranks may have gradients."""
         if not self.has_runs:
             return
-        blocks = self.still_at(Home.DEVICE) if self.shared is None else range(len(self.homes))
+        blocks = self.still_at(Home.DEVICE) if self.shared.ranks.size == 1 else range(len(self.homes))
         for block in blocks:
             if self.buffers.is_resident(block) and block not in self.run_sums.summed:
                 self.leave_round(block)
@@ -161,11 +158,11 @@ class Gradients:
     @property
     def has_runs(self) -> bool:
         """Whether the gradients of a step add up in more than one run, of this rank or of others."""
-        return self.run_sums.runs.number > 1 or self.shared is not None
+        return self.run_sums.runs.number * self.shared.ranks.size > 1
 
     def exchange(self, operation: ExchangeSums) -> Work:
         """Return what makes a sum that of all ranks, in this rank's share of the block (exchange lane)."""
-        assert self.shared is not None
+        assert isinstance(self.shared, SharedGradients)
         place = block, _ = operation.block, operation.gradient_buffer
         sums = self.buffers.sums(*place), self.buffers.shared_sums(*place)
         present, completes = self.present[block], operation.completes
@@ -223,20 +220,14 @@ class Gradients:
         if operation.is_single:
             sent = buffer[: layout.gradient_bytes]
             self._lanes.copy(self.home(block, operation.staging), sent)
-            self._lanes.sum_of_squares(split_gradient(sent, layout), self._sums[block])
+            self.shared.sum_squares(block, split_gradient(sent, layout))
         elif self.stays_wide(completes=operation.completes):
             here, there = self._both_ends(operation)
             self._lanes.copy(there, here)
             return
-        elif self.shared is not None:
+        else:
             flat = self.buffers.sums(block, gradient_buffer)
             self.shared.keep(block, flat, self._own_part(block, operation.staging))
-        else:
-            low, full = self._own_sums(block, gradient_buffer)
-            rounded = low.to(torch.bfloat16), full
-            for plane, part in zip(self._own_part(block, operation.staging), rounded, strict=True):
-                self._lanes.copy(plane, part)
-            self._lanes.sum_of_squares(rounded, self._sums[block])
         if gradient_buffer >= 0:  # a resident block's sum stays, for a backward that may follow
             self._lanes.freed(buffer)
 
@@ -262,15 +253,11 @@ class Gradients:
             return
         place, parts = self.buffers.waiting(block), self.buffers.parts(block)
         buffer = self.buffers.buffer(block, gradient_buffer)
-        if self.shared is not None:
-            self.shared.keep(block, self.buffers.sums(block, gradient_buffer), parts)
+        if is_single:
+            place.copy_(buffer[: len(place)])
+            self.shared.sum_squares(block, parts)
         else:
-            if is_single:
-                place.copy_(buffer[: len(place)])
-            else:
-                for part, sums in zip(parts, self._own_sums(block, gradient_buffer), strict=True):
-                    part.copy_(sums)
-            self._lanes.sum_of_squares(parts, self._sums[block])
+            self.shared.hold(block, self.buffers.sums(block, gradient_buffer), parts)
         self._lanes.freed(buffer)
 
     def take_home(self, block: int, staging: int, *, waits: bool) -> None:
@@ -308,17 +295,12 @@ class Gradients:
 
     def round_on_device(self, block: int) -> None:
         """Round a resident block's sum to the working dtype where it is, and sum its squares."""
-        if self.shared is not None:
-            self.shared.round(block, self.buffers.sums(block))
-            return
-        self._lanes.sum_of_squares(self.round_in_place(block), self._sums[block])
+        self.shared.round(block, self.buffers.sums(block))
 
-    def round_in_place(self, block: int) -> tuple[Tensor, Tensor]:
-        """Round a resident block's sum to the working dtype where it is: in bf16, and what is fp32."""
-        flat, edge = self.buffers.sums(block), self._host.layouts[block].num_split
-        rounded = flat[:edge].to(torch.bfloat16)
-        flat[:edge].copy_(rounded)
-        return rounded, flat[edge:]
+    def round_in_place(self, block: int) -> None:
+        """Round a resident block's sum to the working dtype where it is."""
+        low = self.buffers.sums(block)[: self._host.layouts[block].num_split]
+        low.copy_(low.to(torch.bfloat16))
 
     def release_plane(self) -> None:
         """Give the memory of the gradient plane back until it is written again (host lane)."""
@@ -369,7 +351,7 @@ class Gradients:
                 for part, total, _ in parts:
                     add(pool, part, total)
             else:
-                self._sums[block].fill_(sum(add_last(pool, *part) for part in parts))
+                self.shared.note_squares(block, sum(add_last(pool, *part) for part in parts))
 
         return work
 
@@ -392,7 +374,7 @@ class Gradients:
         else:
             parts = split_gradient(state.gradient, state.layout)
             round_into(parts, state.sum)
-        self._sums[block] = sum(sum_of_squares(pool, part) for part in parts)
+        self.shared.note_squares(block, sum(sum_of_squares(pool, part) for part in parts))
 
     def settle_on_host(self, block: int, staging: int) -> None:
         """Note that a gradient is rounded into the gradient plane, or for the copy back to the drives."""
@@ -419,10 +401,7 @@ class Gradients:
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sum of squares of the gradients of `blocks`, which must be complete."""
-        if self.shared is not None:
-            return self.shared.sums(blocks)
-        values = self._sums.tolist()
-        return [values[block] for block in blocks]
+        return self.shared.sums(blocks)
 
     def held(self, blocks: Iterable[int], *, leave: Collection[int]) -> list[int]:
         """List those of `blocks` whose complete gradients wait on the device, but for those in `leave`."""
@@ -449,7 +428,7 @@ class Gradients:
         home = self.homes[block] if self.buffers.waits else Home.GRADIENT
         if home is Home.GRADIENT:
             return state.gradient_of(entry).to(torch.float32)
-        if self.shared is not None:
+        if self.shared.ranks.size > 1:
             raise ConfigError(
                 f"gradients={'nvme' if home is Home.PARKED else 'device'} lets each rank keep its share of a "
                 "gradient, so none has all of it to read; use gradients=host, or one rank"

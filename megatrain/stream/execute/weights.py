@@ -14,6 +14,7 @@ from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.ranks.own_gradients import OwnGradients
 from megatrain.stream.ranks.shared_gradients import SharedGradients
 
 
@@ -26,7 +27,7 @@ class Weights:
         host: HostState,
         slots: Slots,
         *,
-        shared: SharedGradients | None,
+        shared: OwnGradients,
         drives: StateOnDrives | None,
     ) -> None:
         """Start with empty slots.
@@ -35,7 +36,7 @@ class Weights:
             lanes: The lanes in which copies run.
             host: The model's state, whose working weights are copied.
             slots: The places on the device.
-            shared: The object that brings weights between ranks; None: there is one rank.
+            shared: The gradients of this rank, which bring weights between several.
             drives: The state on drives; None: the whole state is in RAM.
         """
         self._lanes = lanes
@@ -77,9 +78,14 @@ class Weights:
         return lambda: self._lanes.copy(target, source)
 
     def _fetch_piece(self, target: Tensor, source: Tensor) -> None:
-        assert self._shared is not None
-        for part in self._shared.pieces(target.numel()):
+        for part in self._between.pieces(target.numel()):
             self._lanes.copy(target[part], source[part])
+
+    @property
+    def _between(self) -> SharedGradients:
+        """Return what brings weights between ranks: the program of one has no operation for that."""
+        assert isinstance(self._shared, SharedGradients)
+        return self._shared
 
     def settle(self, block: int, slot: int) -> None:
         """Note, when a fetch is enqueued, where its block will be."""
@@ -89,18 +95,15 @@ class Weights:
 
     def gather(self, block: int, slot: int) -> Work:
         """Return what makes weights whole, of which each rank has fetched a piece."""
-        assert self._shared is not None
-        return partial(self._shared.gather, self._slots.place(block, slot))
+        return partial(self._between.gather, self._slots.place(block, slot))
 
     def gather_shares(self, block: int) -> Work:
         """Return what makes a resident block's weights whole, of which each rank has updated its share."""
-        assert self._shared is not None
-        return partial(self._shared.gather_shares, block, self._slots.place(block, -1))
+        return partial(self._between.gather_shares, block, self._slots.place(block, -1))
 
     def spread(self, block: int, drive_staging: int) -> Work:
         """Return what makes weights on the host whole, of which each rank has updated its share."""
-        assert self._shared is not None
         working = self._host.blocks[block].working
         if self._drives is not None:
             working = self._drives.working(block, drive_staging)
-        return partial(self._shared.spread, block, working)
+        return partial(self._between.spread, block, working)

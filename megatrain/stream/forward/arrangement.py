@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.ownership import whole_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.blocks import Block, ends_of, group_layers, outer_of
 from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.model.shares import adds_router_loss
-from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.store.state import HostState, Precision
@@ -41,7 +39,7 @@ from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.forward.attached import AttachedBlock, Binding, attach_blocks
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.ranks.shared_gradients import SharedGradients
+from megatrain.stream.ranks.shared_gradients import gradients_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,22 +95,19 @@ class Arrangement:
         self.offloaded = OffloadedActivations(lanes, activation_bytes)
         tiered = binding.host if isinstance(binding.host, TieredState) else None
         self._drives = None if tiered is None else StateOnDrives(lanes, tiered)
-        rank = 0 if binding.ranks is None else binding.ranks.rank
         directories = [] if tiered is None else tiered.on_drives.store.directories
-        self.scratch = ScratchFiles(directories, rank=rank) if directories else None
+        self.scratch = ScratchFiles(directories, rank=binding.ranks.rank) if directories else None
         """Room for saved activations on the drives, if there are any."""
-        self.parking = ScratchFiles(directories, rank=rank) if directories else None
+        self.parking = ScratchFiles(directories, rank=binding.ranks.rank) if directories else None
         """And for gradients that wait for the norm, or their sums for the next round."""
-        self.shared = None
-        if binding.ranks is not None:
-            self.shared = SharedGradients(
-                binding.ranks, self.host.layouts, lanes, binding.sequence, binding.optimizer
-            )
-        """What this rank keeps of the gradients; None: it is alone."""
-        self.num_ranks = 1 if binding.ranks is None else binding.ranks.size
+        self.shared = gradients_of(
+            binding.ranks, self.host.layouts, lanes, binding.sequence, binding.optimizer
+        )
+        """The part of the gradients that this rank keeps."""
+        self.num_ranks = binding.ranks.size
         self.call_others: Callable[[], object] | None = None
         """Lets the other ranks settle too, where this one reads by itself; None: all do it together."""
-        lanes.squares_in_chunks = binding.runs.number > 1 or binding.ranks is not None
+        lanes.squares_in_chunks = binding.runs.number * self.num_ranks > 1
         self._arrange(choice)
 
     def settle(self) -> None:
@@ -136,13 +131,12 @@ class Arrangement:
                 "read them"
             )
         self.executor.wait_for_gradients()
-        if self.shared is not None and self.call_others is not None:
+        if self.num_ranks > 1 and self.call_others is not None:
             raise ConfigError(
                 "a callback has asked for gradients, of which each rank has a part, and only the first rank "
                 "calls callbacks; read them with one rank, or with engine.named_gradients() on all"
             )
-        if self.shared is not None:
-            self.shared.show_gradients(self.host)
+        self.shared.show_gradients(self.host)
         return self.gradients.named(names)
 
     def change(self, choice: Choice, then: Callable[[], object]) -> None:
@@ -198,12 +192,10 @@ class Arrangement:
         residency = residency_of(blocks, host.layouts, residents, streams_outer=choice.outer_streams)
         streamed = set(residency.streamed)
         self.resident_outer = [block for block in self.outer if block.index not in streamed]
-        shares = [whole_share(layout.sizes) for layout in host.layouts]
-        if self.shared is not None:
-            shares = self.shared.shares
+        shares = self.shared.shares
         sizes = [
-            self._size(n, is_streamed=n in streamed, on_device=n in residents)
-            for n in range(len(host.layouts))
+            self.shared.block_size(n, is_streamed=n in streamed, on_device=n in residents)
+            for n in range(len(blocks))
         ]
         lanes.lock(host.arena("working"))
         self.slots = Slots(lanes, host.layouts, residency, choice.num_slots)
@@ -243,29 +235,12 @@ class Arrangement:
             drives=_drive_spec(host),
             num_runs=self.binding.runs.number,
             num_ranks=self.num_ranks,
-            gathers=self.shared is not None and self.shared.ranks.gathers,
+            gathers=self.binding.ranks.gathers,
         )
         self.executor = Executor(parts, spec)
         for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):
             layer.arrange(self.executor, self.offloaded, policy, boundaries)
         self.rounds = Rounds(self.executor, choice, self.binding.runs.number)
-
-    def _size(self, block: int, *, is_streamed: bool, on_device: bool) -> BlockSize:
-        """Return the size of a block, of several ranks with what this one does for the others."""
-        shared = self.shared
-        size = BlockSize.of(
-            self.host.layouts[block].sizes,
-            is_streamed=is_streamed,
-            on_device=on_device,
-            optimizer=self.optimizer,
-            share=None if shared is None else shared.shares[block],
-            gathers_among=1 if shared is None else shared.gathers_among,
-            sequence=self.binding.sequence,
-        )
-        if shared is None:
-            return size
-        spread_bytes = shared.spread_bytes(block, on_device=on_device)
-        return replace(size, exchange_bytes=shared.exchange_bytes(block), spread_bytes=spread_bytes)
 
     def _boundaries(self) -> list[Boundaries]:
         policies = self.choice.policies

@@ -15,6 +15,7 @@ from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.policies import Policy
 from megatrain.config.runs import Runs, StepSums
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
@@ -26,7 +27,7 @@ from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.gradient_hooks import Backward, GradientHooks, refuse_hooks
 from megatrain.stream.forward.stream_weights import Place
-from megatrain.stream.ranks.shared_gradients import Ranks
+from megatrain.stream.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,16 +45,15 @@ class Binding:
     """The optimizer for whose state memory was planned."""
     runs: Runs = field(default_factory=Runs)
     """Of a step: how many there always are, and how long memory was planned for."""
-    ranks: Ranks | None = None
-    """Those that train together and keep one state; None: there is one."""
+    ranks: Ranks = ALONE
+    """The ranks that train together and keep one state."""
     sequence: int = 1
     """Neighbours among them that share out the tokens of every row."""
 
     def sums(self, choice: Choice) -> StepSums:
         """Return the partial sums of a step under a choice."""
-        num_ranks = 1 if self.ranks is None else self.ranks.size
         on_drives = choice.sums == "nvme"
-        return StepSums.of(self.runs, choice.lockstep, num_ranks, self.sequence, on_drives=on_drives)
+        return StepSums.of(self.runs, choice.lockstep, self.ranks.size, self.sequence, on_drives=on_drives)
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more, or with their hooks.
@@ -114,7 +114,7 @@ class Binding:
         self, model: PreTrainedModel, note: Callable[[int], object]
     ) -> Iterator[SharedRows | None]:
         """Let ranks share out rows, as `megatrain.model.sequence.attention.rows_shared`; None: none does."""
-        if self.ranks is None or self.sequence == 1:
+        if self.sequence == 1:
             yield None
             return
         with rows_shared(model, self.ranks.neighbours(self.sequence), note) as rows:

@@ -35,7 +35,7 @@ class Rounds:
         self._num_runs = num_runs
         self._executor = executor
         self._gradients = executor.gradients
-        self._same = None if self._gradients.shared is None else SameStep(self._gradients.shared.ranks)
+        self._same = SameStep(self._gradients.shared.ranks)
         self._choice = choice
         self.plans = executor.spec.layers
         self.first_trained = executor.spec.first_trained
@@ -133,8 +133,8 @@ class Rounds:
         """
         gradients, is_wide = self._gradients, self._executor.host.precision is Precision.BF16
         shared, runs = gradients.shared, Runs.of(self._num_runs, sum(sizes))
-        num_ranks, sequence = (1, 1) if shared is None else (shared.ranks.size, shared.sequence)
-        sums = StepSums(runs, tuple(sizes), num_ranks, sequence, gradients.buffers.sums_on_drives)
+        num_ranks = shared.ranks.size
+        sums = StepSums(runs, tuple(sizes), num_ranks, shared.sequence, gradients.buffers.sums_on_drives)
         if not gradients.buffers.room.holds(sums.on_device):
             raise ConfigError(
                 f"a step of {sum(sizes)} micro-batches on each rank, in rounds of {sizes[0]}, has more "
@@ -154,8 +154,7 @@ class Rounds:
                 sizes,
                 sums.by_round,
             )
-        if self._same is not None:
-            self._same.check(self._executor.spec, visits)
+        self._same.check(self._executor.spec, visits)
         self._executor.foresee(visits, of_all=True)
         self.num_together, self.in_step = sizes[0], True
 
@@ -172,7 +171,7 @@ class Rounds:
             ModelError: Gradients are there already, and an immediate update has used them up.
         """
         has_gradients = bool(self._gradients.blocks)
-        if self._num_runs > 1 or self._gradients.shared is not None:
+        if self._num_runs * self._gradients.shared.ranks.size > 1:
             raise ConfigError(
                 "a step has several runs (parallel.shards) or ranks, so all of its micro-batches have to be "
                 "known: give them to engine.forward_backward or engine.run_losses, and do not call "

@@ -11,9 +11,9 @@ elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,60 +23,20 @@ from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.hardware.memory import GIB, give_back_where_short
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.exchange import Exchange, rail_numel
-from megatrain.layout.ownership import CUT_NUMEL, Share, piece_bytes, shares, state_shares
+from megatrain.layout.ownership import CUT_NUMEL, piece_bytes, shares, state_shares
 from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
-from megatrain.model.sequence.shards import Shards
+from megatrain.plan.program.block_size import BlockSize
 from megatrain.store.state import HostState
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.ranks.own_gradients import OwnGradients
+from megatrain.stream.ranks.ranks import Ranks
 from megatrain.stream.ranks.sums import owned_sums, tree
 
 _SHORT_BYTES, _SHORT_SUMS = GIB, 8
 """Memory is short on a CPU where less than this is left, or less than so many sums of a block."""
 
 
-class Ranks(Protocol):
-    """What is needed of the ranks that train together: every method is called by all, in one order."""
-
-    rank: int
-    size: int
-    num_nodes: int
-    node: int
-    local_size: int
-    """Ranks of a node."""
-    local_rank: int
-    """Place among them."""
-    gathers: bool
-    """Each fetches a piece of every block's weights, and those of a node gather them."""
-
-    def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
-        """Send `counts[n]` elements to the n-th of a lane's group; return (group, own count) parts of all."""
-
-    def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
-        """Return everybody's tensor; they are equally long."""
-
-    def gather_values(self, mine: Any) -> list[Any]:
-        """Return everybody's plain JSON value."""
-
-    def neighbours(self, number: int) -> Shards:
-        """Return this rank and those beside it that share out rows."""
-
-    def gather_pieces(self, whole: Tensor) -> None:
-        """Make a flat tensor whole, of whose equal pieces each rank of the node has brought its own."""
-
-    def gather_shares(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Bring parts on the device, given by rank, from each rank to all others."""
-
-    def meet(self, lane: str = "caller") -> None:
-        """Wait until every rank, or, in lane `spread`, every rank of the node, has come here."""
-
-    def spread(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Bring parts, given by node, from each node to the others."""
-
-    def shared_memory(self, nbytes: int) -> int:
-        """Return a descriptor of memory that every rank of the node maps."""
-
-
-class SharedGradients:
+class SharedGradients(OwnGradients):
     """What one rank fetches of weights, and adds up, and keeps, of a step's gradients."""
 
     def __init__(
@@ -88,11 +48,9 @@ class SharedGradients:
         optimizer: Optimizer = DEFAULT,
     ) -> None:
         """Cut every block's state among the ranks, of which each `sequence` neighbours share out rows."""
-        self.ranks = ranks
-        self._lanes = lanes
+        super().__init__(ranks, layouts, lanes, optimizer)
         self.sequence = sequence
         self._exchange = Exchange(ranks.size, ranks.num_nodes, sequence)
-        self._layouts = layouts
         self._cuts = [shares(layout.sizes, n, ranks.size) for n, layout in enumerate(layouts)]
         self._updated = [
             state_shares(cut, optimizer, layout.scaled_edge)
@@ -104,20 +62,33 @@ class SharedGradients:
             for both in zip(self._cuts, self._updated, strict=True)
         ]
         """What of its gradient each rank keeps: what it adds up, and what it updates of the next rank's."""
-        self.shares: list[Share] = [kept[ranks.rank] for kept in self._kept]
-        """Of this rank, by block."""
-        self.updated: list[Share] = [updated[ranks.rank] for updated in self._updated]
+        self.shares = [kept[ranks.rank] for kept in self._kept]
+        self.updated = [updated[ranks.rank] for updated in self._updated]
         counts = [sum(_num_chunks(layout)) for layout in layouts]
-        self._squares = torch.zeros(sum(counts), dtype=torch.float64, device=lanes.device)
+        self._chunk_squares = torch.zeros(sum(counts), dtype=torch.float64, device=lanes.device)
         """Of every chunk; those of other ranks' shares are zeros."""
         self._starts = [0, *accumulate(counts)]
 
-    @property
-    def gathers_among(self) -> int:
-        """How many ranks gather what each has fetched a piece of; 1: none does."""
-        return self.ranks.local_size if self.ranks.gathers else 1
+    def block_size(self, block: int, *, is_streamed: bool, on_device: bool) -> BlockSize:
+        """Return what a program needs to know of a block, of which this rank keeps a share."""
+        others = (self.ranks.size if on_device else self.ranks.num_nodes) - 1
+        size = BlockSize.of(
+            self._layouts[block].sizes,
+            is_streamed=is_streamed,
+            on_device=on_device,
+            optimizer=self._optimizer,
+            share=self.shares[block],
+            gathers_among=self.ranks.local_size if self.ranks.gathers else 1,
+            sequence=self.sequence,
+        )
+        spread_bytes = others * self.updated[block].sizes.working_bytes
+        return replace(size, exchange_bytes=self._exchange_bytes(block), spread_bytes=spread_bytes)
 
-    def exchange_bytes(self, block: int) -> int:
+    def with_optimizer(self, block: int, size: BlockSize, optimizer: Optimizer) -> BlockSize:
+        """Return the size of a block with another optimizer."""
+        return size.with_optimizer(self._layouts[block].sizes, optimizer, self.updated[block])
+
+    def _exchange_bytes(self, block: int) -> int:
         """Return the bytes that this rank sends of a block's sum."""
         own = [share.numel for share in self._cuts[block]]
         more = [kept.numel - numel for kept, numel in zip(self._kept[block], own, strict=True)]
@@ -126,11 +97,6 @@ class SharedGradients:
             self._exchange.sent_bytes(sum(counts), rail_numel(counts, rank, size), counts[rank])
             for counts in (own, more)
         )
-
-    def spread_bytes(self, block: int, *, on_device: bool) -> int:
-        """Return the bytes of a block's new weights that this rank sends: to other nodes, or devices."""
-        others = (self.ranks.size if on_device else self.ranks.num_nodes) - 1
-        return others * self.updated[block].sizes.working_bytes
 
     def pieces(self, nbytes: int) -> list[slice]:
         """Return what this rank fetches of a block's weights: its piece, and what is left over by all."""
@@ -218,7 +184,11 @@ class SharedGradients:
                 self._lanes.copy(target[at : at + len(part)], rounded)
                 squares = self._lanes.squares_of_chunks(rounded[: max(0, len(own) - at)])
                 place = chunk + (own.start - start + at) // CUT_NUMEL
-                self._squares[place : place + len(squares)].copy_(squares)
+                self._chunk_squares[place : place + len(squares)].copy_(squares)
+
+    def hold(self, block: int, sums: Tensor, kept: Sequence[Tensor]) -> None:
+        """Do as `keep`, which leaves little on the device at a time."""
+        self.keep(block, sums, kept)
 
     def spread(self, block: int, working: Tensor) -> None:
         """Make the working weights of a block new on this node, once all of its ranks have come here.
@@ -248,7 +218,8 @@ class SharedGradients:
 
     def sums(self, blocks: Sequence[int]) -> list[float]:
         """Return the sums of squares of complete gradients, all ranks' shares together."""
-        found = torch.stack(self.ranks.gather(self._squares.cpu(), "norm")).sum(dim=0)  # one is not zero
+        found = torch.stack(self.ranks.gather(self._chunk_squares.cpu(), "norm"))
+        found = found.sum(dim=0)  # one is not zero
         return [self._sum_of(block, found) for block in blocks]
 
     def _sum_of(self, block: int, squares: Tensor) -> float:
@@ -292,3 +263,12 @@ def _num_chunks(layout: BlockLayout) -> tuple[int, int]:
     """Return how many sums of squares the two segments of a block have."""
     split, full = layout.num_split, layout.num_state - layout.num_split
     return -(-split // CUT_NUMEL), -(-full // CUT_NUMEL)
+
+
+def gradients_of(
+    ranks: Ranks, layouts: Sequence[BlockLayout], lanes: Lanes, sequence: int, optimizer: Optimizer
+) -> OwnGradients:
+    """Return what a rank adds up, keeps and updates of the gradients."""
+    if ranks.size == 1:
+        return OwnGradients(ranks, layouts, lanes, optimizer)
+    return SharedGradients(ranks, layouts, lanes, sequence, optimizer)

@@ -14,10 +14,10 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError, OutputError
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import KINDS
@@ -29,6 +29,9 @@ from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import prepare
 from megatrain.train.shards import with_shards
 from megatrain.train.step import train_step
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
 
 _DRIVES = (Lane.READ, Lane.PAGE, Lane.RECALL, Lane.WRITE, Lane.STOW)
 _RANKS = (Lane.GATHER, Lane.EXCHANGE, Lane.SPREAD)
@@ -43,7 +46,7 @@ def trace(
     *,
     steps: int = 2,
     progress: Callable[[str], object] = lambda doing: None,
-    ranks: Ranks | None = None,
+    ranks: Ranks | Alone = ALONE,
 ) -> list[StepReport]:
     """Run one step to warm up and `steps` more, and write the trace of the latter.
 
@@ -55,7 +58,7 @@ def trace(
         out: The JSON file to write.
         steps: The number of steps to trace.
         progress: The function that is told of each slow operation before it begins.
-        ranks: The ranks that train together; None for a single process.
+        ranks: The ranks that train together.
 
     Returns:
         The report of each traced step, for this rank.
@@ -64,17 +67,17 @@ def trace(
         MegatrainError: `prepare` raises it; it is OutputError if `out` cannot be written.
         ConfigError: Several ranks have state on drives, where each would use a place of its own.
     """
-    if ranks is not None and config.memory.drives:
+    if ranks.size > 1 and config.memory.drives:
         raise ConfigError("memory.tiers has drives, which trace tries out with one rank; start it as one")
-    if ranks is None or ranks.rank == 0:
+    if ranks.rank == 0:
         _check_writable(out)
-    config = with_shards(config, 1 if ranks is None else ranks.size, None)
+    config = with_shards(config, ranks.size, None)
     with drives_apart(config) as apart:
         return _trace(apart, out, steps, progress, ranks)
 
 
 def _trace(
-    config: Config, out: Path, steps: int, progress: Callable[[str], object], ranks: Ranks | None
+    config: Config, out: Path, steps: int, progress: Callable[[str], object], ranks: Ranks | Alone
 ) -> list[StepReport]:
     run = prepare(config, None, None, progress=progress, ranks=ranks)
     progress(f"taking {1 + steps} steps")
@@ -99,7 +102,7 @@ def _trace(
     spans = [span for record in records for span in record.spans]
     waits = [wait for record in records for wait in record.waits]
     events = _of_all(ranks, trace_events(spans, waits, began_s), _zero_s(spans, waits, began_s))
-    if ranks is not None and ranks.rank > 0:
+    if ranks.rank > 0:
         return reports
     content = {"traceEvents": events, "displayTimeUnit": "ms"}
     try:
@@ -109,12 +112,12 @@ def _trace(
     return reports
 
 
-def _of_all(ranks: Ranks | None, events: list[dict[str, Any]], zero_s: float) -> list[dict[str, Any]]:
+def _of_all(ranks: Ranks | Alone, events: list[dict[str, Any]], zero_s: float) -> list[dict[str, Any]]:
     """Return the events of all ranks on one time axis, each rank as a process.
 
     Processes of a machine share a clock. Other nodes are taken to leave a rendezvous at the same time.
     """
-    if ranks is None:
+    if ranks.size == 1:
         return events
     ranks.meet()
     met_s = time.perf_counter()

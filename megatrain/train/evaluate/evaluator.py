@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatrain.config.sections.eval import EvalConfig
 from megatrain.config.types import steps_between
 from megatrain.data.cache import Rows
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
 from megatrain.train.evaluate.chat import Chat
@@ -20,6 +20,8 @@ from megatrain.train.evaluate.standing import Standing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -103,12 +105,12 @@ class Evaluator:
             return self._settings.at_end
         return self._every is not None and step % self._every == 0
 
-    def losses(self, engine: Engine, ranks: Ranks | None = None) -> list[Evaluation]:
+    def losses(self, engine: Engine, ranks: Ranks | Alone = ALONE) -> list[Evaluation]:
         """Evaluate all sets; several ranks do it together."""
         return evaluate(engine, self._sets, most_batches=self._settings.batches, ranks=ranks)
 
     def evaluate(
-        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, ranks: Ranks | None = None
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, ranks: Ranks | Alone = ALONE
     ) -> Outcome:
         """Evaluate after `step`; no bit of training changes.
 

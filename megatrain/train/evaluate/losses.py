@@ -9,20 +9,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config.sizes import counted
 from megatrain.data.cache import Rows
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import DataError
 from megatrain.model.head import count_targets
 from megatrain.objective.objective import Shown
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import losses
 from megatrain.train.evaluate.tally import Tally, as_values
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +83,7 @@ Measure = Callable[[Engine, Iterable[Mapping[str, Any]]], Iterator[Shown]]
 
 
 def evaluate(
-    engine: Engine, sets: Sequence[EvalSet], *, most_batches: int | None, ranks: Ranks | None = None
+    engine: Engine, sets: Sequence[EvalSet], *, most_batches: int | None, ranks: Ranks | Alone = ALONE
 ) -> list[Evaluation]:
     """Return the loss of each set, with the state streaming as in training.
 
@@ -90,7 +93,7 @@ def evaluate(
         engine: The engine of the model, between two steps.
         sets: The sets to evaluate on.
         most_batches: The number of batches of each set; None means all.
-        ranks: The ranks that call this together; None for a single process.
+        ranks: The ranks that call this together.
 
     Raises:
         DataError: A set has no token with a label.
@@ -99,16 +102,15 @@ def evaluate(
         return [_evaluate(engine, one, most_batches, ranks) for one in sets]
 
 
-def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ranks | None) -> Evaluation:
+def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ranks | Alone) -> Evaluation:
     began_s = time.perf_counter()
-    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     numbers: list[int] = []
     seen: list[Shown] = []  # read only at the end, so that nobody waits for the device before
     counts: list[int] = []
 
     def own() -> Iterator[Mapping[str, Any]]:
         for number, batch in enumerate(islice(one.batches(), most_batches)):
-            if number % size == rank and count_targets(batch):
+            if number % ranks.size == ranks.rank and count_targets(batch):
                 numbers.append(number)
                 yield batch
 
@@ -121,8 +123,7 @@ def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ran
             seen.append(shown)
             counts.append(len(shown["loss"]))
     found = list(zip(numbers, map(as_values, seen), counts, strict=True))
-    if ranks is not None:
-        found = sorted(map(tuple, chain.from_iterable(ranks.gather_values(found))), key=itemgetter(0))
+    found = sorted(map(tuple, chain.from_iterable(ranks.gather_values(found))), key=itemgetter(0))
     count = sum(count for *_, count in found)
     if count == 0:
         raise DataError(f"the eval set {one.name} has no token with a label; leave it out, or check its data")

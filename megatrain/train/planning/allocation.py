@@ -11,6 +11,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.config.decided import smaller_step_settings
 from megatrain.config.plan import Plan
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError, ModelError, WearError
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.hardware.accelerators import can_compile
@@ -23,7 +24,7 @@ from megatrain.plan.search.wear import spare_drives
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
-from megatrain.stream.ranks.shared_gradients import Ranks
+from megatrain.stream.ranks.ranks import Ranks
 from megatrain.train.planning.asking import make_request
 from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.gpus import of_ranks
@@ -39,7 +40,7 @@ def plan_memory(
     config: Config,
     model: PlannedModel,
     measure: Measure | None,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     *,
     lately: Lately | None = None,
     **of_run: Any,
@@ -81,7 +82,7 @@ def plan_training(
     config: Config,
     model: PlannedModel,
     spec: HardwareSpec,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     *,
     num_steps: int = 0,
     earlier: Mapping[str, Any] | None = None,
@@ -109,8 +110,6 @@ def plan_training(
 
     def ask(config: Config, anatomy: Anatomy) -> Request:
         request = make_request(config, anatomy, spec, can_compile=is_compilable)
-        if ranks is None:
-            return request
         return of_ranks(request, ranks.size, ranks.num_nodes, gathers=ranks.gathers)
 
     config = with_fastest_size(config, model, device_type(spec), ask)

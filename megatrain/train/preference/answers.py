@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,16 @@ from torch import Tensor
 from megatrain.config import Config
 from megatrain.config.runs import in_order
 from megatrain.data.pairs import SIDES
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.model.head import IGNORED
 from megatrain.objective.objective import Answers, Objective, Settings, Shown
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import ids_of, row_losses
 from megatrain.train.evaluate.losses import Measure
 from megatrain.train.evaluate.tally import Tally, as_values
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
 
 _OF_MODEL = ("input_ids", "labels")
 
@@ -34,10 +37,10 @@ class ModelLoss:
         engine: Engine,
         micro_batches: Sequence[Mapping[str, Any]],
         seeds: Sequence[int],
-        ranks: Ranks | None = None,
+        ranks: Ranks | Alone = ALONE,
     ) -> tuple[Tensor, dict[str, float]]:
         """Run this rank's part of a step forward and backward, as `AnswerLoss.forward_backward` does."""
-        own = engine.parts(len(micro_batches))[0 if ranks is None else ranks.rank]
+        own = engine.parts(len(micro_batches))[ranks.rank]
         mine = [micro_batches[number] for number in own]
         return engine.forward_backward(mine, seeds=[seeds[number] for number in own]), {}
 
@@ -54,7 +57,7 @@ class AnswerLoss:
         engine: Engine,
         micro_batches: Sequence[Mapping[str, Any]],
         seeds: Sequence[int],
-        ranks: Ranks | None = None,
+        ranks: Ranks | Alone = ALONE,
     ) -> tuple[Tensor, dict[str, float]]:
         """Run a step's micro-batches forward and backward; see `Engine.run_losses`.
 
@@ -62,7 +65,7 @@ class AnswerLoss:
             engine: The engine of the model.
             micro_batches: The micro-batches of the whole step.
             seeds: The seed of each micro-batch.
-            ranks: The ranks that share them out; None for a single process.
+            ranks: The ranks that share them out.
 
         Returns:
             The loss, averaged over all rows of the step, and the means of the other values, by name.
@@ -78,11 +81,11 @@ class AnswerLoss:
             return loss
 
         shared_out = engine.parts(len(micro_batches))
-        numbers = shared_out[0 if ranks is None else ranks.rank]
+        numbers = shared_out[ranks.rank]
         own_seeds = [seeds[number] for number in numbers]
         parts = engine.run_losses([loss_of(number) for number in numbers], seeds=own_seeds)
         seen = [shown[number] for number in numbers]  # these are in order, whatever the order of their passes
-        if ranks is not None:
+        if ranks.size > 1:  # the values of one rank stay on the device, and nobody waits for them
             parts = in_order(shared_out, [list(each) for each in ranks.gather(torch.stack(parts))])
             values = in_order(shared_out, ranks.gather_values([*map(as_values, seen)]))
             seen = [{name: torch.tensor(some) for name, some in each.items()} for each in values]

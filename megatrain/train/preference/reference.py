@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,13 +24,16 @@ from megatrain.config import Config
 from megatrain.config.sizes import counted
 from megatrain.data.cache import Rows, RowWriter, find_rows, kept_rows
 from megatrain.data.pairs import SIDES, JudgedRows, NoReference, judged_batch
-from megatrain.distributed.ranks import Ranks
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.fingerprint import fingerprint
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import ids_of, row_losses
 from megatrain.stream.lanes.devices import compute_device
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -92,26 +95,25 @@ class Reference:
         return all(find_rows(self._folder, self._key(rows)) is not None for rows in self._rows)
 
     def fill(
-        self, untouched: Callable[[], AbstractContextManager[Engine]], ranks: Ranks | None = None
+        self, untouched: Callable[[], AbstractContextManager[Engine]], ranks: Ranks | Alone = ALONE
     ) -> None:
         """Put the log-probabilities beside the rows: cached ones, or new ones.
 
         Args:
             untouched: The function that lends an engine of the untouched model without dropout, if something
                 is missing.
-            ranks: The ranks that train together, of which the first computes; None for a single process.
+            ranks: The ranks that train together, of which the first computes.
 
         Raises:
             OutputError: The log-probabilities cannot be written.
             ConfigError: A rank does not find what the first one has written.
         """
-        if ranks is not None and ranks.rank > 0:
+        if ranks.rank > 0:
             ranks.tell()
             self._fill(self._refuse)
             return
         self._fill(untouched)
-        if ranks is not None:
-            ranks.tell()
+        ranks.tell()
 
     def _fill(self, untouched: Callable[[], AbstractContextManager[Engine]]) -> None:
         with ExitStack() as stack:

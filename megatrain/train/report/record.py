@@ -30,8 +30,8 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
             EventLog(directory.events, listen=alerts.tell) as events,
         ):
             run.events = events
-            if run.ranks is not None:  # the watching thread may have to end this process
-                run.ranks.watch.last_words = partial(_failed, run, RankError.exit_code)
+            # the watching thread may have to end this process
+            run.ranks.watch.last_words = partial(_failed, run, RankError.exit_code)
             try:
                 run.tell("resume" if run.step else "start", steps=run.num_steps, **_of_ranks(run))
                 yield
@@ -40,7 +40,7 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
                 _failed(run, _exit_code(error), _text(error))
                 raise
             finally:
-                run.events = None
+                run.events = run.ranks.watch.last_words = None
     finally:
         if log.report:
             leave_report(directory)
@@ -52,13 +52,14 @@ def _failed(run: Run, exit_code: int, text: str) -> None:
 
 
 def _of_ranks(run: Run) -> dict[str, int]:
-    if run.ranks is None:
+    if run.ranks.size == 1:
         return {}
     return {"ranks": run.ranks.size, "nodes": run.ranks.num_nodes, "shards": run.config.parallel.shards or 1}
 
 
 def _waits(run: Run) -> dict[str, list[float]]:
-    return {} if run.ranks is None else {"waited_s": run.ranks.watch.waited_s()}
+    found = run.ranks.watch.waited_s()
+    return {"waited_s": found} if found else {}
 
 
 def _text(error: BaseException) -> str:

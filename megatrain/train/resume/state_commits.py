@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 
 from megatrain.config import Config
 from megatrain.config.choice import Choice
-from megatrain.distributed.ranks import Ranks
 from megatrain.errors import CheckpointError
 from megatrain.model.weights.skeleton import persistent_buffers
 from megatrain.store.drives.places import drive_errors
@@ -31,6 +30,10 @@ from megatrain.store.drives.record import (
     read_record,
 )
 from megatrain.store.placement import Tiers
+
+if TYPE_CHECKING:
+    from megatrain.distributed.alone import Alone
+    from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -85,14 +88,12 @@ def drives_apart(config: Config) -> Iterator[Config]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def held_by_nodes(config: Config, ranks: Ranks | None) -> list[list[int]]:
+def held_by_nodes(config: Config, ranks: Ranks | Alone) -> list[list[int]]:
     """Return `held_by` of every node; every rank calls it.
 
     Raises:
         CheckpointError: A record is damaged.
     """
-    if ranks is None:
-        return [held_by(config)]
     mine = held_by(config, ranks.node, ranks.num_nodes) if ranks.local_rank == 0 else None
     return ranks.gather_values(mine, "orders")[:: ranks.local_size]
 
