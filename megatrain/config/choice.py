@@ -385,17 +385,18 @@ def part_of(
     Raises:
         ConfigError: Ranks cannot do what is decided, or the batch cannot be shared out.
     """
-    part = 0 if batch is None else batch.runs.shared_out(num_ranks, batch.sequence)
-    if num_ranks == 1:
-        return choice, batch
-    sums = choice.given.get("sums", "device")
-    if sums != "device":
-        raise ConfigError(
-            f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one rank"
-        )
-    choice = replace(choice, sums="device")
+    if num_ranks > 1:
+        sums = choice.given.get("sums", "device")
+        if sums != "device":
+            raise ConfigError(
+                f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one rank"
+            )
+        choice = replace(choice, sums="device")
     if batch is None:
         return choice, None
+    part = batch.runs.shared_out(num_ranks, batch.sequence)
+    if num_ranks == 1:
+        return choice, batch
     number = part * batch.runs.length
     if choice.given.get("lockstep", 1) > number:
         choice = replace(choice, lockstep=number)

@@ -438,7 +438,7 @@ def test_a_failure_in_the_background_is_told_and_nothing_waits_for_ever(
 
     engine.forward_backward(make_batches(1))
     if place == "offload":  # the copies to come find nothing to sum with
-        monkeypatch.setattr(engine.arrangement.gradients, "_lanes", None)
+        monkeypatch.setattr(engine.arrangement.gradients.shared, "_lanes", None)
     elif place == "norm":
         monkeypatch.setattr("megatrain.stream.optimizer.global_norm", fail)
     else:
