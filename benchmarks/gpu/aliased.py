@@ -10,6 +10,7 @@ a step with whichever gradient came last, so losses mean nothing but that they a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.gpu.measure import Normal, put_parameters
@@ -19,17 +20,18 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import find_blocks
 from megatrain.model.weights.skeleton import build_skeleton
+from megatrain.store.planes import Planes
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.bind import host_planes, plan_layouts
 
 
-class AliasedState(HostState):
-    """Host state in which the planes of decoder layers lie over those of the first few."""
+class AliasedPlanes(Planes):
+    """Planes of which those of decoder layers lie over those of the first few."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], num_layers: int, num_real: int) -> None:
+    def __init__(self, num_layers: int, num_real: int, layouts: Sequence[BlockLayout], *where: Any) -> None:
         """Allocate the planes of `num_real` of the first `num_layers` blocks, and of all blocks after."""
         self._num_layers, self._num_real = num_layers, num_real
-        super().__init__(layouts, Precision.BF16)
+        super().__init__(layouts, *where)
 
     def _allocate(self, plane: str, sizes: Sequence[int]) -> list[Any]:
         if len(sizes) != len(self.layouts):  # staging buffers
@@ -39,6 +41,15 @@ class AliasedState(HostState):
         views = super()._allocate(plane, real)
         layers = [views[number % self._num_real] for number in range(self._num_layers)]
         return [*layers, *views[self._num_real :]]
+
+
+class AliasedState(HostState):
+    """Host state with such planes."""
+
+    def __init__(self, layouts: Sequence[BlockLayout], num_layers: int, num_real: int) -> None:
+        """Allocate `AliasedPlanes`."""
+        self.make_planes = partial(AliasedPlanes, num_layers, num_real)
+        super().__init__(layouts, Precision.BF16)
 
     @property
     def host_bytes(self) -> int:
@@ -54,7 +65,7 @@ class AliasedState(HostState):
     @property
     def real_bytes(self) -> int:
         """Bytes that the planes take."""
-        return sum(arena.nbytes for arena in self._arenas.values())
+        return sum(arena.nbytes for arena in self.planes.arenas.values())
 
 
 def aliased_model(config: Any, num_real: int) -> Any:

@@ -11,7 +11,7 @@ rest. They are equally large on all nodes, so some have room left, and all do th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -84,9 +84,16 @@ class Image:
         """View the working bytes in a buffer that holds the whole image."""
         return buffer[self.working_start : self.working_start + self.layout.working_bytes]
 
-    def of(self, *, state: bool, working: bool) -> Iterator[Piece]:
-        """Yield the pieces of these parts."""
-        return (piece for piece in self.pieces if (working if piece.is_working else state))
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the block's state is there, and not a node's part of it."""
+        return self.share.numel == self.layout.num_state
+
+    @property
+    def whole(self) -> Image:
+        """The image of all of the block, as it is in memory where the block is lent."""
+        layout = self.layout
+        return replace(self, share=whole_share(layout.sizes), room=layout.sizes)
 
 
 class BlocksOnDrives:
@@ -95,42 +102,49 @@ class BlocksOnDrives:
     def __init__(
         self,
         layouts: Sequence[BlockLayout],
-        tiers: Tiers,
+        tiers: Tiers | None,
         optimizer: Optimizer,
         *,
         sum_room: SumRoom,
-        ranks: StateRanks | None = None,
+        ranks: StateRanks,
     ) -> None:
         """Decide where everything is; nothing is opened. Of several ranks the first one decides.
+
+        Args:
+            layouts: The layouts of all blocks.
+            tiers: What RAM may hold, and the drives; None: there are no drives, and everything is in RAM.
+            optimizer: The optimizer whose state it is.
+            sum_room: The room for partial sums, as `place` takes it.
+            ranks: The ranks that keep the state.
 
         Raises:
             CapacityError: RAM does not hold what must be there.
             ConfigError: The optimizer's state does not go on drives.
         """
-        optimizer.require_elements("drives cut")
         self.tiers = tiers
+        self._ranks = ranks
+        self.rank, self.num_ranks = ranks.local_rank, ranks.local_size
+        """This one's place on its node, and how many there are."""
         self.planes = ("remainder", *optimizer.planes)
         """What an image holds beside `working`, in order."""
-        self._ranks = ranks
-        self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
-        """This one's place on its node, and how many there are."""
-        self.num_nodes = 1 if ranks is None else ranks.num_nodes
-        self.placement: Placement = _place(layouts, tiers, optimizer, sum_room, ranks)
+        self.images: list[Image] = []
+        if tiers is None:
+            self.placement = Placement()
+            self.store = StripedStore([], [])
+            return
+        optimizer.require_elements("drives cut")
+        self.placement = _place(layouts, tiers, optimizer, sum_room, ranks)
         extents: list[Extent] = []
         self.images = _images(layouts, extents, optimizer, ranks)
-        kept = [image.share.ranges for image in self.images] if self.num_nodes > 1 else ""
+        kept = [image.share.ranges for image in self.images] if ranks.num_nodes > 1 else ""
         self.store = StripedStore(
-            tiers.of_node(0 if ranks is None else ranks.node, self.num_nodes),
+            tiers.of_node(ranks.node, ranks.num_nodes),
             extents,
             owner=tiers.owner,
             kept=str(kept),
             part=(self.rank, self.num_ranks),
-            memory=None if ranks is None else self._memory,
+            memory=lambda nbytes: page_memory(nbytes, ranks.shared_memory(nbytes)),
         )
-
-    def _memory(self, nbytes: int) -> Tensor:
-        assert self._ranks is not None
-        return Arena(nbytes, self._ranks.shared_memory(nbytes)).view(torch.uint8, 0, nbytes)
 
     def open(self) -> CommitRecord | None:
         """Open the drives: anew, or with what was committed there, which the first rank of a node gets.
@@ -140,15 +154,16 @@ class BlocksOnDrives:
                 step that all have.
             MegatrainError: `StripedStore` refuses.
         """
-        found = None
-        if self.num_nodes > 1 and self.rank == 0:
-            for directory in self.tiers.nvme:
-                make_place(directory)
+        if self.tiers is None:
+            return None
+        found, are_nodes = None, self._ranks.num_nodes > 1
+        for directory in self.tiers.nvme if are_nodes and self.rank == 0 else ():
+            make_place(directory)
         if self.tiers.resumes:
-            step = None if self.num_nodes == 1 else self._step_of_all()
+            step = self._step_of_all(self.tiers) if are_nodes else None
             found = self.store.resume(step) if self.rank == 0 else None
         else:
-            start = 0 if self.num_nodes == 1 else self._of_nodes([secrets.randbits(62)])[0][0]
+            start = self._of_nodes([secrets.randbits(62)])[0][0] if are_nodes else 0
             if self.rank == 0:
                 self.store.create(start)
         self.meet("orders")  # in which ranks wait for as long as the first one takes
@@ -158,8 +173,7 @@ class BlocksOnDrives:
 
     def meet(self, lane: str) -> None:
         """Wait for the other ranks, if there are any, in a lane of theirs."""
-        if self._ranks is not None:
-            self._ranks.meet(lane)
+        self._ranks.meet(lane)
 
     def commit(self, step: int, meta: Mapping[str, Any]) -> None:
         """Make what is newest on the drives what a crash leaves; every rank calls it.
@@ -167,14 +181,14 @@ class BlocksOnDrives:
         Raises:
             OutputError, CapacityError: `StripedStore` cannot make it durable.
         """
-        meet = partial(self.meet, "write") if self.num_nodes > 1 else None
+        meet = partial(self.meet, "write") if self._ranks.num_nodes > 1 else None
         if self.rank == 0:
             self.store.commit(step, meta, meet)
         elif meet is not None:
             meet()
         self.meet("write")
 
-    def _step_of_all(self) -> int:
+    def _step_of_all(self, tiers: Tiers) -> int:
         """Return the newest step that the drives of every node hold."""
         records = read_records(self.store.directories[0]) if self.rank == 0 else []
         start = max((int(record.drives[0].partition("-")[0], 16) for record in records), default=-1)
@@ -182,12 +196,11 @@ class BlocksOnDrives:
         held = [[step for step in steps if step >= 0] for _, *steps in told]
         step = newest_of_all(held)
         if step is None or len({start for start, *_ in told}) > 1:
-            raise CheckpointError(nothing_in_common(held, self.tiers.of_node(0, self.num_nodes)[0]))
+            raise CheckpointError(nothing_in_common(held, tiers.of_node(0, self._ranks.num_nodes)[0]))
         return step
 
     def _of_nodes(self, mine: list[int]) -> list[list[int]]:
         """Return what the first rank of each node says, in as many numbers."""
-        assert self._ranks is not None
         return [each.tolist() for each in self._ranks.gather(torch.tensor(mine), "orders")[:: self.num_ranks]]
 
     def holds_state(self, block: int) -> bool:
@@ -197,6 +210,11 @@ class BlocksOnDrives:
     def holds_working(self, block: int) -> bool:
         """Whether a block's working weights live on the drives."""
         return block in self.placement.working_on_drives
+
+    def copied(self, block: int) -> set[tuple[int, bool]]:
+        """Return (block, is it the working weights) of what lives in RAM, and has a copy on the drives."""
+        away = (False, self.placement.state_on_drives), (True, self.placement.working_on_drives)
+        return {(block, is_working) for is_working, there in away if self.images and block not in there}
 
     def bytes_per_step(self) -> tuple[int, int, int]:
         """Return the bytes that a step reads and writes for its updates, and what a first commit adds."""
@@ -218,35 +236,40 @@ class BlocksOnDrives:
         Raises:
             CheckpointError: A drive does not give back what was written.
         """
-        pieces = list(self.images[block].of(state=state, working=working))
-        shift = 0 if state else self.images[block].working_start
-        wait(
-            future
-            for piece in pieces
-            for future in self.store.submit_read(
-                piece.extent, buffer[piece.start - shift : piece.stop - shift], is_own=is_own
-            )
-        )
-        return self._moved(pieces, is_own=is_own)
+        parts = self._parts(block, buffer, state=state, working=working)
+        wait(f for extent, part in parts for f in self.store.submit_read(extent, part, is_own=is_own))
+        return self._moved(parts, is_own=is_own)
 
     def write(
         self, block: int, buffer: Tensor, *, state: bool = True, working: bool = True, is_own: bool = False
     ) -> int:
-        """Write parts of an image; returns the bytes written. Arguments as of `read`.
+        """Write parts of an image; returns the bytes written. The arguments are those of `read`.
 
         Raises:
             OutputError: A drive does not take it.
         """
-        pieces = list(self.images[block].of(state=state, working=working))
-        shift = 0 if state else self.images[block].working_start
-        self.store.write_all(
-            ((piece.extent, buffer[piece.start - shift : piece.stop - shift]) for piece in pieces),
-            is_own=is_own,
-        )
-        return self._moved(pieces, is_own=is_own)
+        parts = self._parts(block, buffer, state=state, working=working)
+        self.store.write_all(parts, is_own=is_own)
+        return self._moved(parts, is_own=is_own)
 
-    def _moved(self, pieces: Sequence[Piece], *, is_own: bool) -> int:
-        return sum(len(span) for piece in pieces for span in self.store.spans(piece.extent, is_own=is_own))
+    def _parts(self, block: int, buffer: Tensor, *, state: bool, working: bool) -> list[tuple[int, Tensor]]:
+        """Pair the extents of these parts of an image with their places in a buffer that begins with them."""
+        image = self.images[block]
+        shift = 0 if state else image.working_start
+        wanted = (piece for piece in image.pieces if (working if piece.is_working else state))
+        return [(piece.extent, buffer[piece.start - shift : piece.stop - shift]) for piece in wanted]
+
+    def _moved(self, parts: Sequence[tuple[int, Tensor]], *, is_own: bool) -> int:
+        return sum(len(span) for extent, _ in parts for span in self.store.spans(extent, is_own=is_own))
+
+    def is_filled(self, block: int) -> bool:
+        """Whether all of a block that lives on the drives was ever written there."""
+        working = self.holds_working(block)
+        return all(
+            self.store.has(piece.extent)
+            for piece in self.images[block].pieces
+            if working or not piece.is_working
+        )
 
     def fill(self, piece: Piece, block: int, planes: dict[str, list[Tensor]], buffer: Tensor) -> None:
         """Copy this rank's chunks of one piece of a block that lives in RAM into a buffer.
@@ -276,50 +299,47 @@ class BlocksOnDrives:
                     buffer[low - piece.start : high - piece.start].copy_(plane[low - start : high - start])
 
 
+def page_memory(nbytes: int, file: int | None = None) -> Tensor:
+    """Return (nbytes,) uint8 zeros at a page's address, of memory that several map if that is `file`."""
+    return Arena(nbytes, file).view(torch.uint8, 0, nbytes)
+
+
 def _place(
     layouts: Sequence[BlockLayout],
     tiers: Tiers,
     optimizer: Optimizer,
     sum_room: SumRoom,
-    ranks: StateRanks | None,
+    ranks: StateRanks,
 ) -> Placement:
     """Place the state as the first rank does: what is left of RAM is not the same for all."""
-    if ranks is None:
-        return place(layouts, tiers, optimizer=optimizer, sum_room=sum_room)
-    found = None
-    if ranks.rank == 0:
-        found = place(layouts, tiers, optimizer=optimizer, sum_room=sum_room, ranks=ranks)
+    kept: dict[str, Any] = {"optimizer": optimizer, "sum_room": sum_room, "ranks": ranks}
+    found = place(layouts, tiers, **kept) if ranks.rank == 0 else None
     away = (0, 0) if found is None else (len(found.working_on_drives), len(found.state_on_drives))
     first = ranks.gather(torch.tensor([len(layouts) - count for count in away]))[0].tolist()
-    return found or placed(layouts, tiers, *first, optimizer=optimizer, sum_room=sum_room, ranks=ranks)
+    return found or placed(layouts, tiers, *first, **kept)
 
 
 def _images(
-    layouts: Sequence[BlockLayout], extents: list[Extent], optimizer: Optimizer, ranks: StateRanks | None
+    layouts: Sequence[BlockLayout], extents: list[Extent], optimizer: Optimizer, ranks: StateRanks
 ) -> list[Image]:
-    """Cut the images of what this node keeps of all blocks."""
-    size, num_nodes, node = (1, 1, 0) if ranks is None else (ranks.size, ranks.num_nodes, ranks.node)
-    rooms = drive_totals((layout.sizes for layout in layouts), size, num_nodes).sizes
+    """Cut the images of what this node keeps of all blocks into pieces, and add these to the extents."""
+    rooms = drive_totals((layout.sizes for layout in layouts), ranks.size, ranks.num_nodes).sizes
     images = []
     for number, (layout, room) in enumerate(zip(layouts, rooms, strict=True)):
         share = whole_share(layout.sizes)
-        if num_nodes > 1:
-            share = node_shares(shares(layout.sizes, number, size), num_nodes)[node]
-        images.append(_image(number, Image(layout, share, room, optimizer, ()), extents))
+        if ranks.num_nodes > 1:
+            share = node_shares(shares(layout.sizes, number, ranks.size), ranks.num_nodes)[ranks.node]
+        image = Image(layout, share, room, optimizer, ())
+        edge, end = image.working_start, image.num_bytes
+        pieces = []
+        for first, last, part in ((0, edge, "state"), (edge, end, "weights")):
+            start = first
+            for nbytes in pieces_of(last - first):
+                stop = start + nbytes
+                label = f", bytes {start - first} to {stop - first}" if nbytes < last - first else ""
+                pieces.append(Piece(len(extents), start, stop, part == "weights"))
+                turn = first_turn(number, start - first)
+                extents.append(Extent(f"the {part} of block {number}{label}", nbytes, turn))
+                start = stop
+        images.append(replace(image, pieces=tuple(pieces)))
     return images
-
-
-def _image(number: int, image: Image, extents: list[Extent]) -> Image:
-    """Cut a block's image into pieces, and add them to the extents."""
-    edge, end = image.working_start, image.num_bytes
-    pieces = []
-    for first, last, part in ((0, edge, "state"), (edge, end, "weights")):
-        start = first
-        for nbytes in pieces_of(last - first):
-            stop = start + nbytes
-            label = f", bytes {start - first} to {stop - first}" if nbytes < last - first else ""
-            pieces.append(Piece(len(extents), start, stop, part == "weights"))
-            turn = first_turn(number, start - first)
-            extents.append(Extent(f"the {part} of block {number}{label}", nbytes, turn))
-            start = stop
-    return replace(image, pieces=tuple(pieces))

@@ -7,7 +7,7 @@ least recently used ones would always have just dropped what comes next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatrain.config.choice import Choice
@@ -118,15 +118,15 @@ class Tiers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where the planes of each block are."""
+    """Where the planes of each block are; without drives all of them are in RAM."""
 
-    state_on_drives: frozenset[int]
+    state_on_drives: frozenset[int] = frozenset()
     """Blocks whose remainder and optimizer state are on the drives."""
-    working_on_drives: frozenset[int]
+    working_on_drives: frozenset[int] = frozenset()
     """Those of them whose working weights are there too."""
-    ram_bytes: Mapping[str, int]
+    ram_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes in RAM by plane and buffer."""
-    keeps_gradients: bool
+    keeps_gradients: bool = True
 
     def describe(self, num_blocks: int) -> str:
         """Return one line for the log."""
@@ -142,18 +142,18 @@ def place(
     *,
     optimizer: Optimizer,
     sum_room: SumRoom,
-    ranks: StateRanks | None = None,
+    ranks: StateRanks,
 ) -> Placement:
     """Keep in RAM what `tiers` says, or what fits: first working weights, then the state of more blocks.
 
     Blocks are kept in the order of `largest_first`.
 
     Args:
-        layouts: All blocks.
+        layouts: The layouts of all blocks.
         tiers: The limit of RAM, or the numbers of blocks.
         optimizer: The optimizer whose state it is.
         sum_room: The room for partial sums in fp32 that are kept between rounds, beside complete gradients.
-        ranks: The ranks among whose nodes state is shared out; None: there is one rank.
+        ranks: The ranks among whose nodes state is shared out.
 
     Raises:
         CapacityError: Not even the gradients and the buffers fit.
@@ -168,26 +168,35 @@ def place(
         for state in numbers(tiers.blocks_in_ram)
         if state <= working
     ]
+    takes = _Takes(layouts, tiers, optimizer, sum_room, ranks)
     if tiers.blocks_in_ram is not None and tiers.weights_in_ram is not None:
-        return placed(layouts, tiers, *pairs[0], optimizer=optimizer, sum_room=sum_room, ranks=ranks)
+        return takes.placement(*pairs[0])
     limit = tiers.ram_bytes
-    takes = _Takes(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks)
     fits = {working: takes.least(working) <= limit for working in {pair[0] for pair in pairs}}
     found = next((pair for pair in pairs if fits[pair[0]] and takes.total(*pair) <= limit), None)
-    if found is None:
-        least = takes.pools(*min(pairs, key=lambda pair: takes.total(*pair)))
-        parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in least.items() if size)
-        advice = "use optim.updates=immediate, which keeps no gradients, or " if tiers.keeps_gradients else ""
-        raise CapacityError(
-            f"host memory: with all that can be on the drives, {sum(least.values()):,} bytes are needed in "
-            f"RAM ({parts} GiB), but memory.tiers.ram is {limit:,} bytes; {advice}raise memory.tiers.ram"
-        )
-    return placed(layouts, tiers, *found, optimizer=optimizer, sum_room=sum_room, ranks=ranks)
+    if found is not None:
+        return takes.placement(*found)
+    least = takes.pools(*min(pairs, key=lambda pair: takes.total(*pair)))
+    parts = ", ".join(f"{pool} {size / GIB:.3f}" for pool, size in least.items() if size)
+    advice = "use optim.updates=immediate, which keeps no gradients, or " if tiers.keeps_gradients else ""
+    raise CapacityError(
+        f"host memory: with all that can be on the drives, {sum(least.values()):,} bytes are needed in "
+        f"RAM ({parts} GiB), but memory.tiers.ram is {limit:,} bytes; {advice}raise memory.tiers.ram"
+    )
 
 
-def by_size(layouts: Sequence[BlockLayout]) -> list[int]:
-    """Order blocks, the largest first, as they are kept in RAM."""
-    return largest_first([layout.num_state for layout in layouts])
+def placed(
+    layouts: Sequence[BlockLayout],
+    tiers: Tiers,
+    num_working: int,
+    num_state: int,
+    *,
+    optimizer: Optimizer,
+    sum_room: SumRoom,
+    ranks: StateRanks,
+) -> Placement:
+    """Keep in RAM the weights of the `num_working` largest blocks, and all of the `num_state` largest."""
+    return _Takes(layouts, tiers, optimizer, sum_room, ranks).placement(num_working, num_state)
 
 
 class _Takes:
@@ -198,35 +207,40 @@ class _Takes:
         layouts: Sequence[BlockLayout],
         tiers: Tiers,
         optimizer: Optimizer,
-        *,
         sum_room: SumRoom,
-        ranks: StateRanks | None,
+        ranks: StateRanks,
     ) -> None:
         self._optimizer = optimizer
-        by_number, order = BlockTotals(layout.sizes for layout in layouts), by_size(layouts)
-        size, num_nodes, node = (1, 1, 0) if ranks is None else (ranks.size, ranks.num_nodes, ranks.node)
-        node_kept = node_totals(by_number.sizes, size, num_nodes, node)
-        images = drive_totals(by_number.sizes, size, num_nodes)
+        self._keeps_gradients = tiers.keeps_gradients
+        self._order = largest_first([layout.num_state for layout in layouts])
+        by_number, everybody = BlockTotals(layout.sizes for layout in layouts), frozenset(range(len(layouts)))
+        node_kept = node_totals(by_number.sizes, ranks.size, ranks.num_nodes, ranks.node)
+        images = drive_totals(by_number.sizes, ranks.size, ranks.num_nodes)
         self._blocks, self._kept, self._images = (
-            BlockTotals(totals.sizes[block] for block in order)
+            BlockTotals(totals.sizes[block] for block in self._order)
             for totals in (by_number, node_kept or by_number, images)
         )
-        everything = self._blocks[:]
-        kept = tiers.gradients_in_ram
+        kept, staged = tiers.gradients_in_ram, tiers.gradients_staged
         if kept is None:
-            kept = frozenset(range(len(layouts)) if tiers.keeps_gradients else ())
-        staged = tiers.gradients_staged
-        if staged is None:
-            staged = frozenset(range(len(layouts))) - kept
+            kept = everybody if tiers.keeps_gradients else frozenset()
         nobody = by_number[:0]
         places = GradientPlaces(
             on_host=by_number.pick(sorted(kept)),
             on_device=nobody,
             on_drives=nobody,
-            staged=by_number.pick(sorted(staged)),
+            staged=by_number.pick(sorted(everybody - kept if staged is None else staged)),
             sums_on_drives=by_number.pick(sorted(tiers.sums_on_drives)),
         )
-        self._gradients = pools.gradient_planes(everything, places.kept_by(node_kept), room=sum_room)
+        self._gradients = pools.gradient_planes(self._blocks[:], places.kept_by(node_kept), room=sum_room)
+
+    def placement(self, num_working: int, num_state: int) -> Placement:
+        """Return where everything is."""
+        return Placement(
+            state_on_drives=frozenset(self._order[num_state:]),
+            working_on_drives=frozenset(self._order[num_working:]),
+            ram_bytes=self.pools(num_working, num_state),
+            keeps_gradients=self._keeps_gradients,
+        )
 
     def pools(self, num_working: int, num_state: int) -> dict[str, int]:
         """Return the bytes by plane and buffer."""
@@ -242,25 +256,3 @@ class _Takes:
     def least(self, num_working: int) -> int:
         """Return what a total is at least, whatever the state takes."""
         return self._blocks[:num_working].total(pools.working_plane) + sum(self._gradients.values())
-
-
-def placed(
-    layouts: Sequence[BlockLayout],
-    tiers: Tiers,
-    num_working: int,
-    num_state: int,
-    *,
-    optimizer: Optimizer,
-    sum_room: SumRoom,
-    ranks: StateRanks | None = None,
-) -> Placement:
-    """Keep in RAM the weights of the `num_working` largest blocks, and all of the `num_state` largest."""
-    order = by_size(layouts)
-    return Placement(
-        state_on_drives=frozenset(order[num_state:]),
-        working_on_drives=frozenset(order[num_working:]),
-        ram_bytes=_Takes(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks).pools(
-            num_working, num_state
-        ),
-        keeps_gradients=tiers.keeps_gradients,
-    )

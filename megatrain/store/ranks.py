@@ -16,9 +16,9 @@ class StateRanks(Protocol):
     num_nodes: int
     node: int
     local_size: int
-    """Ranks of a node."""
+    """The number of ranks of a node."""
     local_rank: int
-    """Place among them."""
+    """This rank's place among them."""
 
     def gather(self, mine: Tensor, lane: str = "caller") -> list[Tensor]:
         """Return everybody's tensor; they are equally long."""

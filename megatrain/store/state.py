@@ -1,44 +1,40 @@
-"""The planes of model state on the host, and the one way to read and write a parameter's fp32 value.
+"""The state of a model on the host: all planes of all blocks, and the one way to read and write a value.
 
-| plane | bytes per parameter | who has it |
-|---|---|---|
-| working | 2 (bf16) or 4 (fp32) | every parameter; this is what a device fetches |
-| remainder | 2 | trained bf16 parameters: with working it is the fp32 master, bit for bit |
-| the optimizer's own | as it says | trained parameters, once there is an optimizer |
-| gradient | 2 or 4 | trained parameters, from the backward until the update |
-| accumulator | 4 | trained bf16 parameters, only in steps of several rounds |
-| staging | 2 or 4, of a few blocks | gradients used up at once, that wait elsewhere, or are added up here |
+Where a plane of a block is, three facts say: the `Placement`, whether it is in RAM or in the block's image on
+drives; `NodeParts`, what of it this node keeps; and the arena that holds it, which all ranks of a node map. A
+single process without drives has everything in RAM, whole, and is no case of its own.
+
+What must stay true: peak host memory while a model is loaded is that of the placement plus the blocks that
+are half loaded, which is one where the files hold block after block; a plane on the drives is never read as
+if it were here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
-from itertools import accumulate, groupby
-from typing import TypeAlias
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from megatrain.config.choice import read_member
 from megatrain.config.optimizers.optimizer import Optimizer
-from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.runs import SumRoom
-from megatrain.errors import CapacityError
+from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware import GIB, host_memory
-from megatrain.layout import pools
-from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.store.arena import Arena
-from megatrain.store.master import join_master, split_master_into
+from megatrain.store.block_state import BlockState, write_value
+from megatrain.store.nodes import NodeParts
+from megatrain.store.on_drives import BlocksOnDrives, page_memory
+from megatrain.store.placement import Placement, Tiers
+from megatrain.store.planes import Planes
+from megatrain.store.ranks import StateRanks
 
-SharedMemory: TypeAlias = Callable[[int], int | None]
-"""Returns a descriptor of zeroed memory of so many bytes, which every rank of the node gets in its turn."""
-
-_OWN = frozenset({"accumulator", "staging", "staging of weights", "paged"})
-"""Planes of which every rank has its own: its part of the sums, and weights that it reads from drives."""
+_log = logging.getLogger(__name__)
 
 
 class Precision(str, Enum):
@@ -57,272 +53,134 @@ def read_precision(name: str) -> Precision:
     return read_member(Precision, name, "precision")
 
 
-_FIELDS = frozenset({"working", "remainder", "gradient", "accumulator"})
-"""Planes that a block has whatever the optimizer is."""
-
-
-class BlockState:
-    """One block's views into the planes: flat, indexed by its state space if not said otherwise.
-
-    None where a block has nothing in a plane, and before the plane is allocated.
-    """
-
-    def __init__(self, layout: BlockLayout, working: Tensor) -> None:
-        """Wrap the block's working bytes, (layout.working_bytes,) uint8; other planes come later."""
-        self.layout = layout
-        self.working = working
-        self.remainder: Tensor | None = None
-        self.planes: dict[str, Tensor] = {}
-        """The optimizer's, by name."""
-        self.gradient: Tensor | None = None
-        self.accumulator: Tensor | None = None
-        self.entries = {entry.name: entry for entry in layout.entries}
-
-    def set_plane(self, name: str, plane: Tensor | None) -> None:
-        """Put a plane in its place; None: it is gone."""
-        if name in _FIELDS:
-            setattr(self, name, plane)
-        elif plane is not None:
-            self.planes[name] = plane
-        else:
-            vars(self).get("planes", {}).pop(name, None)
-
-    def find_plane(self, name: str) -> Tensor | None:
-        """Return a plane; None where the block has nothing in it, or has it on drives."""
-        found: Tensor | None = (vars(self) if name in _FIELDS else vars(self).get("planes", {})).get(name)
-        return found
-
-    @property
-    def updated_planes(self) -> dict[str, Tensor]:
-        """Return what updates change beside the working weights: remainder and optimizer's planes."""
-        return ({} if self.remainder is None else {"remainder": self.remainder}) | self.planes
-
-    def weight(self, entry: Entry) -> Tensor:
-        """View a parameter's working weight, in its shape and working dtype."""
-        return view_entry(self.working, entry)
-
-    def remainder_of(self, entry: Entry) -> Tensor | None:
-        """View a parameter's remainder, in its shape; None where the working weight is the whole value."""
-        if self.remainder is None or entry.dtype != torch.bfloat16 or entry.state_offset is None:
-            return None
-        return self.remainder[entry.state_offset : entry.state_offset + entry.numel].view(entry.shape)
-
-    def plane_of(self, plane: Tensor, entry: Entry) -> Tensor:
-        """View a parameter's part of a plane of one element per state index, in the parameter's shape."""
-        assert entry.state_offset is not None
-        return plane[entry.state_offset : entry.state_offset + entry.numel].view(entry.shape)
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """View what is kept of each trained parameter, remainder included, under `plane/parameter`.
-
-        In the parameter's shape; scales are flat.
-        """
-        views, scales = {}, self.layout.scale_ranges
-        for plane, tensor in self.updated_planes.items():
-            has_scales = tensor.numel() != self.layout.num_state
-            for entry in self.layout.trained:
-                if plane != "remainder" and has_scales:
-                    views[f"{plane}/{entry.name}"] = tensor[slice(*scales[entry.name])]
-                elif plane != "remainder" or entry.dtype == torch.bfloat16:
-                    views[f"{plane}/{entry.name}"] = self.plane_of(tensor, entry)
-        return views
-
-    def sums(self, places: range, numel: int) -> Tensor:
-        """View partial sums of so many elements in the accumulator: (sums, numel) in fp32."""
-        assert self.accumulator is not None
-        return self.accumulator[places.start * numel : places.stop * numel].view(len(places), numel)
-
-    @property
-    def sum(self) -> Tensor:
-        """View the one sum of a gradient that the accumulator holds without runs: (num_state,) in fp32."""
-        return self.sums(range(1), self.layout.num_state)[0]
-
-    def gradient_of(self, entry: Entry, plane: Tensor | None = None) -> Tensor:
-        """View a parameter's gradient in the gradient plane's bytes (or in `plane`, laid out alike)."""
-        plane = self.gradient if plane is None else plane
-        assert plane is not None
-        return view_gradient(plane, self.layout, entry)
-
-    def master(self, entry: Entry) -> Tensor:
-        """Return a parameter's fp32 value in a new tensor of its shape."""
-        weight = self.weight(entry)
-        remainder = self.remainder_of(entry)
-        if remainder is None:
-            return weight.to(torch.float32, copy=True)
-        return join_master(weight, remainder)
-
-
-def write_value(block: BlockState, entry: Entry, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
-    """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly."""
-    weight, remainder = block.weight(entry), block.remainder_of(entry)
-    if region:
-        weight = weight[region]
-        remainder = None if remainder is None else remainder[region]
-    if remainder is None:
-        weight.copy_(value)
-    elif value.dtype == torch.bfloat16:
-        weight.copy_(value)
-        remainder.zero_()
-    else:
-        master = value.to(torch.float32).reshape(weight.shape)
-        if weight.is_contiguous():
-            split_master_into(master.contiguous().view(-1), weight.view(-1), remainder.view(-1))
-            return
-        for part, low, source in zip(weight, remainder, master, strict=True):
-            flat = torch.empty(source.numel(), dtype=torch.bfloat16)
-            rest = torch.empty(source.numel(), dtype=torch.int16)
-            split_master_into(source.contiguous().view(-1), flat, rest)
-            part.copy_(flat.view(source.shape))
-            low.copy_(rest.view(source.shape))
-
-
-def view_entry(block_bytes: Tensor, entry: Entry) -> Tensor:
-    """View one parameter in a block's working bytes, on whichever device they are."""
-    flat = block_bytes[entry.byte_offset : entry.byte_offset + entry.nbytes]
-    return flat.view(entry.dtype).view(entry.shape)
-
-
-def view_gradient(plane: Tensor, layout: BlockLayout, entry: Entry) -> Tensor:
-    """View one gradient in a block's gradient bytes: (2 B * num_split) then (4 B * the rest)."""
-    assert entry.state_offset is not None
-    if entry.dtype == torch.bfloat16:
-        start = 2 * entry.state_offset
-    else:
-        start = 2 * layout.num_split + 4 * (entry.state_offset - layout.num_split)
-    return plane[start : start + entry.nbytes].view(entry.dtype).view(entry.shape)
-
-
-def split_gradient(plane: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    """View a block's gradient bytes as its bf16 part, (num_split,), and its fp32 part."""
-    edge = 2 * layout.num_split
-    return plane[:edge].view(torch.bfloat16), plane[edge : layout.gradient_bytes].view(torch.float32)
-
-
 class HostState:
     """All planes of all blocks. One arena per plane, of exact size, allocated when it is first needed."""
 
+    call_others: Callable[[int], object] | None = None
+    """Lets the other nodes `lend` a block to this rank, which reads by itself; None: all borrow together."""
+    make_planes: Callable[[Sequence[BlockLayout], Placement, StateRanks], Planes] = Planes
+    """Allocates the memory of planes in RAM."""
+
     def __init__(
-        self, layouts: Sequence[BlockLayout], precision: Precision, *, shared: SharedMemory | None = None
+        self,
+        layouts: Sequence[BlockLayout],
+        precision: Precision,
+        *,
+        tiers: Tiers | None,
+        optimizer: Optimizer,
+        sum_room: SumRoom,
+        ranks: StateRanks,
     ) -> None:
-        """Allocate the working plane, and the remainder plane where there is one.
+        """Decide where planes live, open the drives, then allocate the working plane and the remainder.
 
         Args:
             layouts: The layouts of the blocks.
-            precision: The precision in which weights are kept.
-            shared: The function that makes memory which all ranks map, where several keep one state, each a
-                share of it; None: this one is alone.
+            precision: How weights are kept.
+            tiers: What RAM may hold, and the drives; None: everything is in RAM.
+            optimizer: The optimizer whose state it will be.
+            sum_room: The room for partial sums that the placement counts on, as `place` takes it.
+            ranks: The ranks that keep one state, in RAM and on the drives.
+
+        Raises:
+            MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
+            CheckpointError: `tiers.resumes`, and the drives hold no state of this model.
         """
-        self.precision = precision
-        self._shared = shared
-        self.optimizer = DEFAULT
-        """The optimizer whose planes are allocated, once they are."""
         self.layouts = tuple(layouts)
+        self.precision = precision
         self.digests: dict[str, bytes] = {}
-        """Of weights that an engine has given back, by name; see `digests`."""
-        self._arenas: dict[str, Arena] = {}
-        self._staging: list[Tensor] = []
-        self.sum_room = SumRoom()
-        """For partial sums, in the accumulator plane."""
-        self.blocks = self._make_blocks()
-        self._owner = {entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries}
-        self._number = {entry.name: number for number, lay in enumerate(layouts) for entry in lay.entries}
-        if precision is Precision.BF16:
-            self._attach("remainder", pools.remainder_plane, [lay.num_split for lay in layouts], torch.int16)
+        """Digests of weights that an engine has given back, by name; see `digests`."""
+        self.changed: set[tuple[int, bool]] = set()
+        """(block, is it the working weights) of what lives in RAM and differs from the newest image."""
+        self.is_resumed = tiers is not None and tiers.resumes
+        self._planned = optimizer
+        self._ranks = ranks
+        self._parts = NodeParts(layouts, ranks, optimizer)
+        self._filling: dict[int, tuple[BlockState, Tensor | None]] = {}
+        """Blocks on the drives whose first values arrive, each with the buffer of its image."""
+        self._num_filled = [0] * len(layouts)
+        """By block: elements that have been put there, until it is complete."""
+        self._has_brought = False
+        self._has_restored_planes = False
+        """The first optimizer goes on with what `_restore` has read."""
+        self.on_drives = BlocksOnDrives(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks)
+        need = sum(self.on_drives.placement.ram_bytes.values())
+        _require_room(
+            need,
+            "the part of the state that stays in RAM takes",
+            "lower memory.tiers.ram, so that more goes to the drives",
+        )
+        if self.has_drives:
+            _log.debug(
+                "%s; a step reads %d bytes and writes %d for its updates, a first commit %d more",
+                self.on_drives.placement.describe(len(self.layouts)),
+                *self.on_drives.bytes_per_step(),
+            )
+        self.record = self.on_drives.open()
+        """What was committed, if that is what this state goes on from; the first rank knows it."""
+        try:
+            self.planes = self.make_planes(self.layouts, self.on_drives.placement, ranks)
+            self.blocks = self.planes.blocks
+            self._owner = {
+                entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries
+            }
+            self._number = {entry.name: number for number, lay in enumerate(layouts) for entry in lay.entries}
+            if precision is Precision.BF16:
+                self.planes.allocate_remainder()
+            away = self.on_drives.placement.state_on_drives if self._parts.are_several else ()
+            most = max((self.on_drives.images[block].whole.num_bytes for block in away), default=0)
+            self._lent = Arena(most, ranks.shared_memory(most) if most else None)
+            """Memory in which a block on drives is whole while all ranks of the node borrow it."""
+            if self.is_resumed:
+                self._restore()
+            else:
+                self.mark_changed()
+        except BaseException:
+            self.on_drives.store.close()
+            raise
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copy and pickle as None: a copied model's parameters are its own, no views of this memory."""
         return type(None), ()
 
-    def allocate_planes(self, optimizer: Optimizer) -> None:
-        """Allocate the optimizer's planes, all zero."""
-        for name in self.optimizer.planes:  # of an earlier one, which may have had others
-            self.release(name)
-        self.optimizer = optimizer
-        sizes = [layout.sizes for layout in self.layouts]
-        for name, plane in optimizer.planes.items():
-            size_of = partial(pools.optimizer_plane, plane=name, optimizer=optimizer)
-            numels = [plane.numel(each.num_state, each.num_scales) for each in sizes]
-            self._attach(name, size_of, numels, getattr(torch, plane.element))
+    # -- where things are -----------------------------------------------------------------------------------
 
-    def allocate_gradients(self, blocks: Collection[int]) -> None:
-        """Allocate the gradient plane of some blocks if it is not there."""
-        if "gradient" not in self._arenas:
-            here = set(blocks)
-            numels = [lay.gradient_bytes if n in here else 0 for n, lay in enumerate(self.layouts)]
-            self._attach("gradient", pools.gradient_plane, numels, torch.uint8)
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose planes are allocated, once they are."""
+        return self.planes.optimizer
 
-    def allocate_accumulators(self, room: SumRoom = pools.ONE_SUM, limit: int | None = None) -> None:
-        """Allocate the fp32 accumulator plane if it is not there, or too small.
+    @property
+    def has_drives(self) -> bool:
+        """Whether there are drives, to which at least a commit writes."""
+        return bool(self.on_drives.images)
 
-        Args:
-            room: The room for partial sums of each gradient.
-            limit: The number of bytes that the whole state may take; None: what the machine has.
+    @property
+    def is_parted(self) -> bool:
+        """Whether several nodes keep it, each its part: planes have holes then, which `borrow` fills."""
+        return self._parts.are_several
+
+    def is_for(
+        self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None, optimizer: Optimizer
+    ) -> bool:
+        """Whether this is the state that these settings ask for.
 
         Raises:
-            CapacityError: There is no room for it.
+            ConfigError: It is not, and no other can take its place: it is on drives, or on several nodes.
         """
-        if self.sum_room.holds(room):
-            return
-        self.release("accumulator")
-        need = sum(pools.accumulator_plane(layout.sizes, room) for layout in self.layouts)
-        left = host_memory().available_bytes
-        left = left if limit is None else min(left, limit - self.host_bytes)
-        if need > left:
-            raise CapacityError(
-                f"host memory: adding up several micro-batches in bf16 takes {need / GIB:.2f} GiB more for "
-                f"fp32 sums, but {left / GIB:.2f} GiB are left; use one larger micro-batch "
-                "(train.grad_accumulation=1)"
+        is_same = self.precision is precision and list(self.layouts) == list(layouts)
+        kept, asked = (None if each is None else each.asked for each in (self.on_drives.tiers, tiers))
+        if self.has_drives and not (is_same and kept == asked and optimizer == self._planned):
+            raise ConfigError(
+                "the model was loaded with its state on drives for other settings; give megatrain.load and "
+                "attach the same tiers, precision, optimizer and fragments, and freeze parameters after "
+                "attach"
             )
-        size_of = partial(pools.accumulator_plane, room=room)
-        numels = [size_of(layout.sizes) // 4 for layout in self.layouts]
-        self._attach("accumulator", size_of, numels, torch.float32)
-        self.sum_room = room
-
-    def allocate_staging(self, num_buffers: int, nbytes: int) -> list[Tensor]:
-        """Return buffers of so many bytes each, (nbytes,) uint8; the same ones until they are released."""
-        if "staging" not in self._arenas:
-            self._staging = self._allocate("staging", [nbytes] * num_buffers)
-        assert [buffer.numel() for buffer in self._staging] == [nbytes] * num_buffers
-        return self._staging
-
-    def release_training(self) -> None:
-        """Give back what training has taken beside the weights: planes of gradients, and the optimizer's."""
-        for plane in [plane for plane in self._arenas if plane not in ("working", "remainder")]:
-            self.release(plane)
-
-    def release(self, plane: str) -> None:
-        """Give a plane's memory back, if it is there."""
-        self._arenas.pop(plane, None)
-        if plane == "accumulator":
-            self.sum_room = SumRoom()
-        if plane == "staging":
-            self._staging = []
-            return
-        for block in self.blocks:
-            block.set_plane(plane, None)
-
-    def drop_gradients(self) -> None:
-        """Give the gradient plane's pages back until they are written again."""
-        for plane in ("gradient", "accumulator"):
-            if plane in self._arenas:
-                self._arenas[plane].drop()
-
-    def bring_gradients(self) -> None:
-        """Make all complete gradients readable here, where several nodes keep them."""
-
-    @property
-    def plane_bytes(self) -> dict[str, int]:
-        """Bytes of each plane and buffer allocated so far."""
-        return {plane: arena.nbytes for plane, arena in self._arenas.items()}
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of all of these."""
-        return sum(self.plane_bytes.values())
-
-    def arena(self, plane: str) -> Arena | None:
-        """Return a plane's arena, to lock its pages."""
-        return self._arenas.get(plane)
+        if self.is_parted and not (is_same and self._parts.has_scales is optimizer.has_scales):
+            raise ConfigError(
+                "the model was loaded for several nodes with other settings; give megatrain.load and attach "
+                "the same precision, fragments and optimizer_state"
+            )
+        return is_same and kept == asked
 
     def find(self, name: str) -> tuple[BlockState, Entry]:
         """Return the block and the entry of a parameter by name."""
@@ -332,29 +190,6 @@ class HostState:
         """Return the number of a parameter's block."""
         return self._number[name]
 
-    @contextmanager
-    def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
-        """Lend a block with all its planes, wherever they live, until the context ends.
-
-        Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`.
-
-        Args:
-            block: The number of the block.
-            writes: A claim that what the caller changes is kept; without it, the caller must change nothing.
-        """
-        yield self.blocks[block]
-
-    def lend_working(self, block: int) -> Tensor:
-        """Return a block's working bytes, (working_bytes,), to be read at once; as `borrow`."""
-        return self.blocks[block].working
-
-    def masters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, fp32 value in a new tensor) lazily; names of one block should come together."""
-        for number, group in groupby(names, key=self.number_of):
-            with self.borrow(number) as block:
-                for name in group:
-                    yield name, block.master(block.entries[name])
-
     def has(self, name: str) -> bool:
         """Whether a parameter of this name is here."""
         return name in self._owner
@@ -363,41 +198,295 @@ class HostState:
         """Yield the names of all parameters, block by block."""
         return iter(self._owner)
 
+    def arena(self, plane: str) -> Arena | None:
+        """Return a plane's arena, to lock its pages; None of one that is here in part: locking takes all."""
+        return None if plane in self._parted else self.planes.arenas.get(plane)
+
+    @property
+    def plane_bytes(self) -> dict[str, int]:
+        """Bytes in this node's RAM of each plane allocated so far, and of this rank's own buffers."""
+        found = {plane: arena.nbytes for plane, arena in self.planes.arenas.items()}
+        for plane in self._parted & found.keys():
+            parts = (self._parts.own(number, state, [plane]) for number, state in enumerate(self.blocks))
+            found[plane] = sum(part.nbytes for own in parts for part in own)
+        return found | ({"weights read in": self.planes.paged.nbytes} if self._has_brought else {})
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all of these."""
+        return sum(self.plane_bytes.values())
+
+    def left(self, limit: int | None) -> int:
+        """Return the bytes that planes may still take of so many, or of what the machine has."""
+        available = host_memory().available_bytes
+        return available if limit is None else min(available, limit - self.host_bytes)
+
+    def allocate_planes(self, optimizer: Optimizer) -> None:
+        """Allocate the optimizer's planes of the blocks in RAM, all zero; the drives have those of others.
+
+        Raises:
+            ConfigError: There is room for those of another optimizer there.
+        """
+        kept = self._planned
+        if self.has_drives and optimizer != kept:
+            raise ConfigError(
+                f"the optimizer's state is to be {optimizer.state}, but state on drives (memory.tiers.nvme) "
+                f"is kept in {kept.state}, of {kept.name}; use state={kept.state!r}, or no drives"
+            )
+        if not self._has_restored_planes:
+            self.planes.allocate_optimizer(optimizer)
+        self._has_restored_planes = False
+
+    # -- reading and writing --------------------------------------------------------------------------------
+
+    @contextmanager
+    def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
+        """Lend a block with all its planes, wherever they live, until the context ends.
+
+        Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`. What other
+        nodes keep of it comes from there; see `call_others`. Where the caller `writes`, nothing comes, and
+        what is not of this node is dropped: the first rank of each node does it, with the same values.
+
+        Args:
+            block: The block's number.
+            writes: What the caller changes is kept; without, it must change nothing.
+        """
+        if writes or not self.is_parted:
+            lent, buffer = self._lend(block)
+            if buffer is not None:
+                self._read(block, lent, buffer)
+            yield lent
+            if writes:
+                self._keep(block, lent, buffer)
+            return
+        call = self.call_others
+        if call is not None:
+            call(block)
+        lent = self._bring(block)
+        try:
+            yield lent
+        finally:
+            if call is None:
+                self._ranks.meet("spread")
+            self._drop(block)
+
+    def lend(self, block: int) -> None:
+        """Take part in what the first rank of all borrows by itself."""
+        self._bring(block)
+        self._drop(block)
+
+    def lend_working(self, block: int) -> Tensor:
+        """Return a block's working bytes, (working_bytes,), to be read at once; in new memory from drives."""
+        working = self.blocks[block].working
+        if not self.on_drives.holds_working(block):
+            return working
+        buffer = self._working_buffer(block)
+        self.on_drives.read(block, buffer, state=False)
+        return buffer[: working.numel()]
+
+    def masters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, fp32 value in a new tensor) lazily; names of one block should come together."""
+        for number, group in groupby(names, key=self.number_of):
+            with self.borrow(number) as block:
+                for name in group:
+                    yield name, block.master(block.entries[name])
+
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
-        """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly."""
-        block, entry = self._owner[name]
-        write_value(block, entry, value, region)
+        """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly.
 
-    def _make_blocks(self) -> list[BlockState]:
-        """Allocate the working plane."""
-        views = self._allocate("working", [pools.working_plane(layout.sizes) for layout in self.layouts])
-        return [
-            BlockState(layout, view[: layout.working_bytes])
-            for layout, view in zip(self.layouts, views, strict=True)
-        ]
+        A block on the drives leaves once it is complete, and so does what other nodes keep of one in RAM.
+        """
+        number, entry = self.number_of(name), self._owner[name][1]
+        away = self.on_drives
+        if away.holds_state(number) and number not in self._filling and away.is_filled(number):
+            with self.borrow(number, writes=True) as block:
+                write_value(block, entry, value, region)
+            return
+        if number not in self._filling:
+            self._filling[number] = self._lend(number)
+        write_value(self._filling[number][0], entry, value, region)
+        self.mark_changed(number)
+        self._num_filled[number] += value.numel()
+        if self._num_filled[number] >= self.layouts[number].num_parameters:
+            self._num_filled[number] = 0
+            self._keep(number, *self._filling.pop(number))
 
-    def _allocate(self, plane: str, sizes: Sequence[int]) -> list[Tensor]:
-        """Allocate an arena; return parts of it, uint8, of so many bytes each."""
-        nbytes = sum(sizes)
-        file = self._shared(nbytes) if self._shared is not None and plane not in _OWN else None
-        arena = Arena(nbytes, file)
-        self._arenas[plane] = arena
-        return [
-            arena.view(torch.uint8, stop - size, size)
-            for size, stop in zip(sizes, accumulate(sizes), strict=True)
-        ]
+    def bring_gradients(self) -> None:
+        """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""
+        for number, state in enumerate(self.blocks) if self.is_parted else ():
+            self._parts.bring(number, state, ["gradient"])
 
-    def _attach(
-        self, plane: str, of: Callable[[BlockBytes], int], numels: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        """Allocate a plane: of each block as many bytes as a pool's function says, for so many elements."""
-        is_here = [numel > 0 and self._is_here(plane, block) for block, numel in enumerate(numels)]
-        sizes = [of(layout.sizes) if here else 0 for layout, here in zip(self.layouts, is_here, strict=True)]
-        parts = zip(self.blocks, self._allocate(plane, sizes), numels, is_here, strict=True)
-        for block, part, numel, here in parts:
-            if here and numel:
-                block.set_plane(plane, part[: numel * dtype.itemsize].view(dtype))
+    @property
+    def has_working(self) -> bool:
+        """Whether all weights can be read at their addresses."""
+        return self._has_brought or not self.on_drives.placement.working_on_drives
 
-    def _is_here(self, plane: str, block: int) -> bool:
-        """Whether a plane of a block is in RAM."""
-        return True
+    def bring_working(self) -> None:
+        """Make the weights that live on the drives readable at their addresses, until `drop_working`.
+
+        Raises:
+            CapacityError: The machine has no room for them.
+        """
+        if self.has_working:
+            return
+        _require_room(
+            self.planes.paged.nbytes,
+            "the weights on the drives take",
+            "read them block by block (engine.named_masters), or save a checkpoint",
+        )
+        for block in sorted(self.on_drives.placement.working_on_drives):
+            self.blocks[block].working.copy_(self.lend_working(block))
+        self._has_brought = True
+
+    def keep_working(self) -> None:
+        """Write back weights of `bring_working` that the caller has changed.
+
+        Of several ranks of a node the first one has changed them, and the others bring them anew.
+        """
+        if self._ranks.local_rank:
+            self.drop_working()
+        for block in sorted(self.on_drives.placement.working_on_drives) if self._has_brought else ():
+            working, buffer = self.blocks[block].working, self._working_buffer(block)
+            buffer[: working.numel()].copy_(working)
+            self.on_drives.write(block, buffer, state=False)
+
+    def drop_working(self) -> None:
+        """Give the memory of `bring_working` back: the weights are about to change on the drives."""
+        if self._has_brought:
+            self.planes.paged.drop()
+            self._has_brought = False
+
+    def mark_changed(self, *blocks: int) -> None:
+        """Take note that what is in RAM of blocks, or of all if none is given, may differ from its image."""
+        for block in blocks or range(len(self.layouts)):
+            self.changed |= self.on_drives.copied(block)
+
+    def planes_in_ram(self, block: int) -> dict[str, list[Tensor]]:
+        """Return the parts of each plane of a block's image that live in RAM, in the image's order.
+
+        Of the optimizer's planes only once there is one.
+        """
+        return self._kept(block, self.blocks[block], is_away=False)
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def _state_planes(self) -> tuple[str, ...]:
+        """Planes that updates change beside the working weights, once they are there."""
+        return "remainder", *self.optimizer.planes
+
+    @property
+    def _parted(self) -> frozenset[str]:
+        """Planes of which each node keeps its part; none of a single node."""
+        return frozenset({*self._state_planes, "gradient"} if self.is_parted else ())
+
+    def _lend(self, number: int, memory: Arena | None = None) -> tuple[BlockState, Tensor | None]:
+        """Return a whole block, with a buffer of its image on this node's drives; None: it is in RAM.
+
+        Planes on the drives are views of `memory`, or of new memory: of the buffer, where that holds all.
+        """
+        if not self.on_drives.holds_state(number):
+            return self.blocks[number], None
+        image = self.on_drives.images[number]
+        memory = Arena(image.whole.num_bytes) if memory is None else memory
+        whole = memory.view(torch.uint8, 0, image.whole.num_bytes)
+        return self._view(number, whole), whole if image.is_whole else page_memory(image.num_bytes)
+
+    def _view(self, number: int, memory: Tensor) -> BlockState:
+        """View a block in memory of its whole image, but for working weights that live in RAM."""
+        state, image = self.blocks[number], self.on_drives.images[number].whole
+        is_there = self.on_drives.holds_working(number)
+        lent = BlockState(state.layout, image.working(memory) if is_there else state.working)
+        for name, plane in image.planes(memory).items():
+            lent.set_plane(name, plane)
+        lent.gradient, lent.accumulator = state.gradient, state.accumulator
+        return lent
+
+    def _kept(self, number: int, state: BlockState, *, is_away: bool) -> dict[str, list[Tensor]]:
+        """View what this node keeps of the planes of a block that are on drives, or of those in RAM."""
+        names = ["working"] if self.on_drives.holds_working(number) is is_away else []
+        names += state.planes if self.on_drives.holds_state(number) is is_away else []
+        return {name: self._parts.own(number, state, [name]) for name in names}
+
+    def _pairs(
+        self, number: int, state: BlockState, buffer: Tensor, *, is_away: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pair the parts of `_kept` with their places in a buffer of the block's image."""
+        image = self.on_drives.images[number]
+        places = {**image.planes(buffer), "working": image.working(buffer)}
+        for name, parts in self._kept(number, state, is_away=is_away).items():
+            if parts:
+                yield from zip(parts, places[name].split([len(part) for part in parts]), strict=True)
+
+    def _read(self, number: int, lent: BlockState, buffer: Tensor) -> None:
+        """Read what lives on the drives of a block into a buffer of its image, and what is lent."""
+        self.on_drives.read(number, buffer, working=self.on_drives.holds_working(number))
+        if not self.on_drives.images[number].is_whole:
+            for part, place in self._pairs(number, lent, buffer, is_away=True):
+                part.copy_(place)
+
+    def _keep(self, number: int, lent: BlockState, buffer: Tensor | None) -> None:
+        """Keep what was written to a block of `_lend`: this node's part of it, in RAM or on the drives."""
+        if buffer is None:
+            self._give_back(number)
+        else:
+            if not self.on_drives.images[number].is_whole:
+                for part, place in self._pairs(number, lent, buffer, is_away=True):
+                    place.copy_(part)
+            both = self.on_drives.holds_working(number)
+            self.on_drives.write(number, buffer, working=both)
+            if both and self._has_brought:
+                self.blocks[number].working.copy_(lent.working)
+        self.mark_changed(number)
+
+    def _bring(self, block: int) -> BlockState:
+        """Return the whole block, in memory that all ranks of the node map: all ranks call it."""
+        lent, buffer = self._lend(block, self._lent)
+        if buffer is not None and self._ranks.local_rank == 0:
+            self._read(block, lent, buffer)
+        self._parts.bring(block, lent, self._state_planes)
+        return lent
+
+    def _drop(self, block: int) -> None:
+        """Drop what `_bring` has brought."""
+        if self._ranks.local_rank == 0:
+            self._give_back(block)
+            if self.on_drives.holds_state(block):
+                self._lent.give_back(self._lent.view(torch.uint8, 0, self._lent.nbytes))
+
+    def _give_back(self, block: int) -> None:
+        """Drop what other nodes keep of the planes in RAM of a block."""
+        if not self.on_drives.holds_state(block):
+            self._parts.give_back(block, self.blocks[block], self._state_planes, self.planes.arenas)
+
+    def _restore(self) -> None:
+        """Read what lives in RAM from its images; a block that was never written has nothing to restore.
+
+        Of several ranks of a node the first one reads, for all of them.
+        """
+        self.planes.allocate_optimizer(self._planned)
+        for number, state in enumerate(self.blocks) if self._ranks.local_rank == 0 else ():
+            if self.planes_in_ram(number):
+                buffer = page_memory(self.on_drives.images[number].num_bytes)
+                self.on_drives.read(number, buffer)
+                for part, place in self._pairs(number, state, buffer, is_away=False):
+                    part.copy_(place)
+        self.on_drives.meet("orders")
+        self._has_restored_planes = True
+
+    def _working_buffer(self, number: int) -> Tensor:
+        image = self.on_drives.images[number]
+        return page_memory(image.num_bytes - image.working_start)
+
+
+def _require_room(nbytes: int, what: str, remedy: str) -> None:
+    """Refuse to take more host memory than there is.
+
+    Raises:
+        CapacityError: There is less.
+    """
+    room = host_memory().available_bytes
+    if nbytes > room:
+        raise CapacityError(
+            f"host memory: {what} {nbytes / GIB:.2f} GiB, but {room / GIB:.2f} GiB are left; {remedy}"
+        )

@@ -11,8 +11,7 @@ from megatrain.config.optimizers.registry import OPTIMIZERS, find
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, ends_of, group_layers
-from megatrain.store.placement import Placement
-from megatrain.store.tiered import TieredState
+from megatrain.store.state import HostState
 from megatrain.stream.bind import require_device_memory
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
 
@@ -141,8 +140,11 @@ def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:
     return replace(choice, **{name: getattr(old, name) for name in kept})
 
 
-def as_placed(choice: Choice, placement: Placement, num_blocks: int) -> Choice:
-    """Return a choice with what the store has put on drives."""
+def as_placed(choice: Choice, host: HostState) -> Choice:
+    """Return a choice with what the store has put on drives, if there are any."""
+    if not host.has_drives:
+        return choice
+    placement, num_blocks = host.on_drives.placement, len(host.layouts)
     num_state, num_weights = len(placement.state_on_drives), len(placement.working_on_drives)
     planes = [*(("remainder", "moments") if num_state else ()), *(("working",) if num_weights else ())]
     return replace(
@@ -169,7 +171,7 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
     check_choice(choice, blocks, compiles=compiles)
     check_runs(choice, arrangement.binding.runs.number)
     residents = residents_of(choice, blocks)
-    if residents and isinstance(arrangement.host, TieredState):
+    if residents and arrangement.host.has_drives:
         raise ConfigError(
             "blocks cannot become resident: the state is on drives, from where none goes to the device "
             "for good; use resident_layers=0 and outer_resident=False"

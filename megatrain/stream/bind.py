@@ -26,11 +26,8 @@ from megatrain.model.blocks import Block
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.weights.built import cast_buffers
 from megatrain.store.digests import drop_remainders_of_changed
-from megatrain.store.nodes import NodeState
-from megatrain.store.nodes_on_drives import NodeTieredState
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
-from megatrain.store.tiered import TieredState
 from megatrain.stream.forward.arrangement import places_of, residency_of
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.ranks.ranks import Ranks
@@ -100,22 +97,12 @@ def bind(
         ranks=ranks,
     )
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
-    is_same = loaded is not None and loaded.precision is precision and list(loaded.layouts) == layouts
-    if isinstance(loaded, NodeState) and (not is_same or loaded.has_scales is not optimizer.has_scales):
-        raise ConfigError(
-            "the model was loaded for several nodes with other settings; give megatrain.load and attach the "
-            "same precision, fragments and optimizer_state"
-        )
-    if isinstance(loaded, TieredState) and not loaded.is_for(layouts, precision, tiers, optimizer):
-        raise ConfigError(
-            "the model was loaded with its state on drives for other settings; give megatrain.load and "
-            "attach the same tiers, precision, optimizer and fragments, and freeze parameters after attach"
-        )
+    is_for_this = loaded is not None and loaded.is_for(layouts, precision, tiers, optimizer)
     if loaded is not None:
         drop_remainders_of_changed(loaded)
-    if loaded is not None and is_same and isinstance(loaded, TieredState) == (tiers is not None):
+    if loaded is not None and is_for_this:
         binding = Binding(blocks, loaded, host_limit, optimizer, runs, ranks, sequence)
-        if type(loaded) is not HostState or binding.moved is None:
+        if loaded.has_drives or loaded.is_parted or binding.moved is None:
             binding.check()
             fits(held=loaded.host_bytes)
             return binding
@@ -128,7 +115,7 @@ def bind(
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
-    host = make_host(layouts, precision, tiers, sum_room=sum_room, optimizer=optimizer, ranks=ranks)
+    host = HostState(layouts, precision, tiers=tiers, optimizer=optimizer, sum_room=sum_room, ranks=ranks)
     fills = ranks.local_rank == 0
     cast_buffers(model, torch.bfloat16 if precision is Precision.BF16 else torch.float32)
     rounded: list[str] = []
@@ -200,41 +187,6 @@ def with_gradients(tiers: Tiers, places: GradientPlaces) -> Tiers:
     return replace(tiers, gradients_in_ram=frozenset(places.on_host), gradients_staged=staged)
 
 
-def make_host(
-    layouts: Sequence[BlockLayout],
-    precision: Precision,
-    tiers: Tiers | None,
-    *,
-    sum_room: SumRoom,
-    optimizer: Optimizer,
-    ranks: Ranks = ALONE,
-) -> HostState:
-    """Allocate host state, in RAM or also on drives.
-
-    Raises:
-        MegatrainError: `TieredState` refuses.
-    """
-    host: TieredState
-    if ranks.num_nodes > 1:
-        if tiers is None:
-            return NodeState(layouts, precision, ranks, optimizer)
-        host = NodeTieredState(layouts, precision, tiers, optimizer, sum_room=sum_room, ranks=ranks)
-    elif tiers is None:
-        return HostState(layouts, precision, shared=ranks.shared_memory)
-    else:
-        host = TieredState(layouts, precision, tiers, optimizer, sum_room=sum_room, ranks=ranks)
-    _log.debug("%s", host.on_drives.placement.describe(len(layouts)))
-    read, written, committed = (nbytes / 1e9 for nbytes in host.on_drives.bytes_per_step())
-    _log.debug(
-        "drives: a step reads %.3g GB and writes %.3g GB for its updates, beside weights that it fetches "
-        "from there; a commit writes %.3g GB more",
-        read,
-        written,
-        committed,
-    )
-    return host
-
-
 def _master(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tensor | None:
     """Return a parameter's exact fp32 value if earlier host state has it; None: the parameter is all."""
     if loaded is not None and loaded.has(name):
@@ -271,7 +223,7 @@ def require_host_memory(
         sum_room: The room for partial sums in fp32 that are kept between rounds, beside complete gradients.
         limit: The number of bytes that the whole state may take; None: what the machine has.
         optimizer: The optimizer for whose state there must be room.
-        tiers: The tiers, with which state goes to drives too, and `TieredState` checks what is left; None:
+        tiers: The tiers, with which state goes to drives too, and `HostState` checks what is left; None:
             nothing goes to drives.
         ranks: The ranks that keep one state; None: there is one.
 
@@ -328,7 +280,7 @@ def host_planes(
 def room_for_activations(binding: Binding, choice: Choice) -> int:
     """Return the host bytes that saved activations may take: most of what the state will leave."""
     host = binding.host
-    if isinstance(host, TieredState):
+    if host.has_drives:
         to_come = sum(host.on_drives.placement.ram_bytes.values()) - host.host_bytes
         return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
     kept = binding.sums(choice).between(is_wide=host.precision is Precision.BF16)

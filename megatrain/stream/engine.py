@@ -22,7 +22,6 @@ from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model.head import count_targets
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.store.state import HostState
-from megatrain.store.tiered import TieredState
 from megatrain.stream import arrange
 from megatrain.stream.bind import room_for_activations
 from megatrain.stream.execute.executor import Executor
@@ -63,10 +62,8 @@ class Engine:
         self.model = model
         self.host: HostState = binding.host
         self.lanes = lanes
-        self._tiered = self.host if isinstance(self.host, TieredState) else None
         room = room_for_activations(binding, choice)
-        if self._tiered is not None:
-            choice = arrange.as_placed(choice, self._tiered.on_drives.placement, len(binding.blocks))
+        choice = arrange.as_placed(choice, self.host)
         self.arrangement = Arrangement(model, binding, lanes, choice, activation_bytes=room)
         """The parts that stream the model."""
         self.counts = self.arrangement.counts
@@ -382,8 +379,7 @@ class Engine:
             CapacityError: There is no room for them.
         """
         self.settle()
-        if self._tiered is not None:
-            self._tiered.bring_working()
+        self.host.bring_working()
 
     def settle(self) -> None:
         """Wait for every update, all ranks together: `host.borrow` then lends what the last step has left."""
@@ -410,16 +406,15 @@ class Engine:
         Raises:
             ConfigError: No state is on drives.
         """
-        if self.executor.drives is None:
+        if not self.host.has_drives:
             raise ConfigError("engine.commit needs state on drives; attach with tiers, or save a checkpoint")
         self.executor.commit(step, meta, finish)
 
     def weights_changed(self) -> None:
         """Take note, on every rank, that a node's first one has written to the host state: copies are old."""
         self.arrangement.wholeness.check()
-        if self._tiered is not None:
-            self._tiered.keep_working()
-            self._tiered.mark_changed()
+        self.host.keep_working()
+        self.host.mark_changed()
         self.executor.invalidate()
         self.executor.states.forget()
 
@@ -462,7 +457,7 @@ class Engine:
         self._model_forward.remove()
         self.close(removes=True)
         self.model._megatrain_engine = None
-        if self._tiered is not None:
+        if self.host.has_drives:
             self.model.__dict__.pop("_megatrain_host", None)
         else:
             self.arrangement.binding.give_back()
@@ -473,7 +468,7 @@ class Engine:
             self.lanes.close()
         finally:
             self._settings.close()
-            if self._tiered is not None:
-                for scratch in filter(None, (self.arrangement.scratch, self.arrangement.parking)):
-                    scratch.close()
-                (self._tiered.on_drives.store.remove if removes else self._tiered.on_drives.store.close)()
+            for scratch in filter(None, (self.arrangement.scratch, self.arrangement.parking)):
+                scratch.close()
+            store = self.host.on_drives.store
+            (store.remove if removes else store.close)()

@@ -37,14 +37,13 @@ from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena
+from megatrain.store.block_state import view_entry
 from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers
-from megatrain.store.state import HostState, Precision, read_precision, view_entry
-from megatrain.store.tiered import TieredState
+from megatrain.store.state import HostState, Precision, read_precision
 from megatrain.stream.arrange import refuse_on_drives
 from megatrain.stream.bind import (
     kept_sums,
-    make_host,
     plan_layouts,
     require_host_memory,
     require_same_weights,
@@ -175,8 +174,8 @@ def load(
     )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     sum_room = kept_sums(most, runs, kept, ranks, sequence)
-    host = make_host(layouts, kept, tiers, sum_room=sum_room, optimizer=kind, ranks=ranks)
-    if ranks.local_rank > 0 or (isinstance(host, TieredState) and host.is_resumed):
+    host = HostState(layouts, kept, tiers=tiers, optimizer=kind, sum_room=sum_room, ranks=ranks)
+    if ranks.local_rank > 0 or host.is_resumed:
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:
             take_generation_config(model, path)
@@ -225,14 +224,11 @@ def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path 
 
 def _draw(model: PreTrainedModel, host: HostState, seed: int) -> None:
     """Draw initial fp32 values: in place where the working plane is fp32 and in RAM, else in scratch room."""
-    tiered = isinstance(host, TieredState)
-    if host.precision is Precision.FP32 and not tiered:
+    if host.precision is Precision.FP32 and not host.has_drives:
         _bind_parameters(model, lambda name: _working(host, name))
         initialise_weights(model, seed=seed)
         return
-    scratch = _InitialValues(
-        host.layouts, host.on_drives.tiers.nvme[0] if isinstance(host, TieredState) else None
-    )
+    scratch = _InitialValues(host.layouts, next(iter(host.on_drives.store.directories), None))
     _bind_parameters(model, scratch.view)
     initialise_weights(model, seed=seed)
     for name in host.names():

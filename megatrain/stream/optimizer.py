@@ -21,7 +21,6 @@ from megatrain.optim.clip import check_max_norm, global_norm
 from megatrain.optim.updates import RangeStep, rounding_key
 from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.plan.program.operations import Work
-from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import check_updates
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.parts import OptimizerWork
@@ -145,7 +144,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             executor.gradients.buffers.num_staging = NUM_GRADIENT_STAGING
             executor.parts.optimizer = OptimizerWork(self._update_at_once)
         elif self._max_grad_norm is not None and executor.gradients.buffers.in_ram:
-            executor.host.allocate_gradients(executor.gradients.buffers.in_ram)
+            executor.host.planes.allocate_gradients(executor.gradients.buffers.in_ram)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> StepStats:  # type: ignore[override]
@@ -180,8 +179,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         executor.complete_gradients(leave=executor.states.blocks)
         is_immediate = self.updates is Updates.IMMEDIATE
         stats = StepStats(executor.wait_for_norm, can_skip=not is_immediate)
-        if isinstance(executor.host, TieredState):
-            executor.host.drop_working()
+        executor.host.drop_working()
         waits_for = None if is_immediate else stats
         update = partial(self._update, self._snapshot(), waits_for)
         executor.update(OptimizerWork(update, partial(self._norm, stats)))

@@ -28,7 +28,6 @@ from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.small_step import larger_step
 from megatrain.store.state import HostState, Precision
-from megatrain.store.tiered import TieredState
 from megatrain.stream.arrange import as_placed
 from megatrain.stream.bind import plan_layouts, require_device_memory
 from megatrain.stream.forward.arrangement import residents_of
@@ -91,7 +90,8 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
         )
         return _conservative(model, choice, given), 0
     own = sum(parameter.nbytes for parameter in model.parameters())  # becomes part of the state, or is freed
-    if isinstance(model.__dict__.get("_megatrain_host"), TieredState):
+    host: HostState | None = model.__dict__.get("_megatrain_host")
+    if host is not None and host.has_drives:
         given = replace(given, host_limit=None)  # `tiers.ram`, which the state has filled
     request = _request(choice, given, anatomy, spec.with_ram(spec.host_bytes + own))
     plan = make_plan(request)
@@ -143,8 +143,7 @@ def _as_held(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choic
     host: HostState | None = model.__dict__.get("_megatrain_host")
     if host is None:
         return choice
-    if isinstance(host, TieredState):
-        choice = as_placed(choice, host.on_drives.placement, len(host.layouts))
+    choice = as_placed(choice, host)
     if choice.fragments == AUTO:
         for fragments in (False, True):
             blocks = find_blocks(model, fragments=fragments)

@@ -20,7 +20,7 @@ from megatrain.model.adapters.adapt import adapter_config, adapter_tensors
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.fingerprint import fingerprint
-from megatrain.store.state import view_entry
+from megatrain.store.block_state import view_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

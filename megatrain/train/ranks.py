@@ -29,7 +29,6 @@ from megatrain.distributed.signals import stop_signals
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.hardware.care import Care
-from megatrain.store.nodes import PartedState
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
@@ -111,7 +110,6 @@ def lend(engine: Engine, order: Any) -> None:
     engine.settle()
     if order != SETTLE:
         assert order[0] == LEND
-        assert isinstance(engine.host, PartedState)
         engine.host.lend(order[1])
 
 
@@ -120,8 +118,7 @@ def _let_others(ranks: Ranks | Alone, engine: Engine, call: Callable[..., object
     if ranks.size == 1:  # it has everything, and may read at any time
         return
     engine.arrangement.call_others = call
-    if isinstance(engine.host, PartedState):
-        engine.host.call_others = call
+    engine.host.call_others = call
 
 
 def _refuse_within_a_step(*_: int) -> None:

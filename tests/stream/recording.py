@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):
         """Find out where everything is, from what was allocated."""
         found: list[tuple[Buffer, Tensor | None]] = []
         for number, state in enumerate(engine.host.blocks):
-            planes = vars(state).get("planes", {}) | {"remainder": state.find_plane("remainder")}
+            planes = state._planes or {}
             found.append((("working", number), state.working))
             found += [(("moments", number), plane) for plane in planes.values()]
             found += [(("gradient", number), plane) for plane in (state.gradient, state.accumulator)]
@@ -76,9 +76,8 @@ class Recorder(TorchDispatchMode):
         if staging is not None:
             found += [(("activation_staging", buffer.index), buffer.flat) for buffer in staging._free]
         drives = engine.executor.drives
-        if drives is not None:
-            found += [(("drive_staging", n), tensor) for n, tensor in enumerate(drives._staging)]
-            found += [(("page", n), tensor) for n, tensor in enumerate(drives._pages)]
+        found += [(("drive_staging", n), tensor) for n, tensor in enumerate(drives._staging)]
+        found += [(("page", n), tensor) for n, tensor in enumerate(drives._pages)]
         self._places = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
             for name, tensor in found

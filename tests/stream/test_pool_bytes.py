@@ -21,7 +21,7 @@ from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory import host_pools
 from megatrain.plan.memory.device_pools import device_peak_bytes
-from megatrain.store import on_drives, placement, tiered
+from megatrain.store import on_drives, placement, state
 from megatrain.store.drives import scratch
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
@@ -142,7 +142,7 @@ def train(case: Case, root: Path, limits: Mapping[str, int]) -> tuple[Engine, fl
             patch.setattr(on_drives, "place", placed)
             if "ram" in limits:
                 memory = MemoryLimit(limits["ram"], "the test")
-                patch.setattr(tiered, "host_memory", lambda: memory)
+                patch.setattr(state, "host_memory", lambda: memory)
             if "nvme" in limits:
                 patch.setattr(calls.system, "free_bytes", lambda path: limits["nvme"] + PAGE_BYTES)
         elif "ram" in limits:
@@ -192,7 +192,7 @@ def measure(case: Case, root: Path, limits: Mapping[str, int]) -> Bytes:
         "nvme": 0,
         "scratch": 0,
     }
-    if isinstance(engine.host, tiered.TieredState):
+    if engine.host.has_drives:
         allocated["nvme"] = sum(engine.host.on_drives.store.drive_bytes)
         rooms = engine.arrangement.scratch, engine.arrangement.parking
         allocated["scratch"] = sum(room.nbytes for room in rooms if room is not None)

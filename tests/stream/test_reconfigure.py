@@ -136,8 +136,8 @@ def test_memory_afterwards_is_that_of_a_new_engine(precision: str) -> None:
         one_step(fresh, other, step)
         assert engine.lanes.device_bytes == fresh.lanes.device_bytes
         assert engine.arrangement.offloaded.host_bytes == fresh.arrangement.offloaded.host_bytes
-        planes = {plane: arena.nbytes for plane, arena in fresh.host._arenas.items()}
-        assert {plane: arena.nbytes for plane, arena in engine.host._arenas.items()} == planes
+        planes = {plane: arena.nbytes for plane, arena in fresh.host.planes.arenas.items()}
+        assert {plane: arena.nbytes for plane, arena in engine.host.planes.arenas.items()} == planes
 
 
 def test_gradients_after_a_change_are_those_of_the_resident_model() -> None:

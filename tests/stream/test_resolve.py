@@ -184,7 +184,7 @@ def test_ram_holds_as_many_blocks_as_the_choice_says(loaded: bool, tmp_path: Pat
     else:
         model = make_model(deep_config(4))
     engine = megatrain.attach(model.train(), chosen, device="emulated", tiers=tiers, batch=BATCH)
-    placement = engine.host.on_drives.placement  # type: ignore[attr-defined]
+    placement = engine.host.on_drives.placement
     num_blocks = len(engine.host.layouts)
     assert num_blocks - len(placement.state_on_drives) == engine.choice.blocks_in_ram == 1
     assert num_blocks - len(placement.working_on_drives) == engine.choice.weights_in_ram == 3

@@ -175,7 +175,7 @@ def program_of(engine: Engine, row: dict[str, Any]) -> list[Operation]:
     )
     rates = Rates(machine(), row["precision"], adamw.FP32)
     choice = engine.choice
-    if engine.executor.drives is not None and not choice.tiers:  # RAM holds all, and commits all
+    if engine.host.has_drives and not choice.tiers:  # RAM holds all, and commits all
         planes = frozenset({("remainder", "nvme"), ("moments", "nvme")})
         choice = replace(choice, tiers=planes, blocks_in_ram=len(engine.arrangement.binding.blocks))
     step = Step(rates, anatomy(row["precision"], row["trained"]), choice, batch, clips=row["clips"])
@@ -206,7 +206,7 @@ def run(row: dict[str, Any], tmp_path: Path) -> tuple[list[Event], list[Operatio
     def step(number: int) -> None:
         engine.forward_backward(batches)
         optimizer.step()
-        if engine.executor.drives is not None:
+        if engine.host.has_drives:
             engine.commit(number, {})
 
     try:

@@ -88,7 +88,7 @@ class Parts(Protocol):
     activations: Any
     """The activations that wait on the host or on drives."""
     drives: Any
-    """The state there; None: all is in RAM."""
+    """The state there, if there is any."""
     optimizer: Any
     """The optimizer, which norms and updates run."""
     counts: Any

@@ -275,7 +275,6 @@ class Executor:
     ) -> None:
         """Enqueue a commit of the state after all updates that were enqueued before; see `Engine.commit`."""
         self.wholeness.check()
-        assert self.drives is not None
         self.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
 
     def wait_for_gradients(self) -> None:

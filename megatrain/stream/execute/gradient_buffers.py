@@ -22,9 +22,10 @@ from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.ownership import Share
 from megatrain.layout.totals import GradientPlaces, Residency
 from megatrain.plan.program.operations import Work
-from megatrain.store.arena import Arena
+from megatrain.store.block_state import split_gradient
 from megatrain.store.drives.scratch import Place, ScratchFiles
-from megatrain.store.state import HostState, split_gradient
+from megatrain.store.on_drives import page_memory
+from megatrain.store.state import HostState
 from megatrain.stream.lanes import Lanes
 
 
@@ -143,7 +144,7 @@ class GradientBuffers:
         passes_sums = self._adds_on_host or self.sums_on_drives
         self._has_staging = self.is_staged or (passes_sums and num_rounds > 1)
         planes = ["staging"] * self._has_staging + ["gradient"] * self._has_plane
-        if not self._host.sum_room.holds(kept):
+        if not self._host.planes.sum_room.holds(kept):
             return True
         return self._ring_bytes(adds_up=adds_up) > (self._ring[0].numel() if self._ring else 0) or any(
             self._host.arena(plane) is None for plane in planes
@@ -164,12 +165,13 @@ class GradientBuffers:
             nbytes = pools.staging_buffer(self._places)
             if not (self.waits or self._adds_on_host or self.sums_on_drives):
                 nbytes = self._blocks.on_host.largest(pools.gradient_staging)
-            self._staging = self._host.allocate_staging(NUM_GRADIENT_STAGING, nbytes)
+            self._staging = self._host.planes.allocate_staging(NUM_GRADIENT_STAGING, nbytes)
         if self._has_plane:
-            self._host.allocate_gradients(self.in_ram)
-        if not self._host.sum_room.holds(kept):
+            self._host.planes.allocate_gradients(self.in_ram)
+        if not self._host.planes.sum_room.holds(kept):
             self._lanes.unlock(self._host.arena("accumulator"))
-            self._host.allocate_accumulators(kept, self._host_limit)
+            self._host.planes.release("accumulator")
+            self._host.planes.allocate_accumulators(kept, self._host.left(self._host_limit))
         for plane in ("gradient", "accumulator", "staging"):
             self._lanes.lock(self._host.arena(plane))
         need = self._ring_bytes(adds_up=adds_up)
@@ -298,7 +300,7 @@ class GradientBuffers:
     def read_parked(self, block: int, *, is_sum: bool) -> Tensor:
         """Return the uint8 gradient, or sum, that waits on the drives, in new memory."""
         (*_, span) = self._spans(block, is_sum)
-        buffer = Arena(span.stop).view(torch.uint8, 0, span.stop)
+        buffer = page_memory(span.stop)
         self._read(block, is_sum, buffer)
         layout = self._host.layouts[block]
         return buffer[: 4 * layout.num_state if is_sum else layout.gradient_bytes]

@@ -26,8 +26,8 @@ from megatrain.plan.program.features.roles import BlockPass
 from megatrain.plan.program.features.waiting import unparked
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation, Work
-from megatrain.store.nodes import part_of_plane
-from megatrain.store.state import HostState, Precision, split_gradient
+from megatrain.store.block_state import part_of_plane, split_gradient
+from megatrain.store.state import HostState, Precision
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home, Views, round_into
 from megatrain.stream.execute.run_sums import RunSums
 from megatrain.stream.lanes import Lanes
@@ -304,7 +304,7 @@ class Gradients:
 
     def release_plane(self) -> None:
         """Give the memory of the gradient plane back until it is written again (host lane)."""
-        self._host.drop_gradients()
+        self._host.planes.drop_gradients()
 
     def empty(self, gradient_buffer: int) -> None:
         """Note that a buffer of the ring, if it is one, holds nothing from now on."""

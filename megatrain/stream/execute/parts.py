@@ -82,7 +82,6 @@ class EngineParts:
     activations: ActivationCopies
     counts: Counts
     wholeness: Wholeness
-    drives: StateOnDrives | None = None
-    """None: the whole state is in RAM."""
+    drives: StateOnDrives
     optimizer: OptimizerWork | None = None
     """Set by an optimizer that updates a block as soon as its gradient is complete, and while a step ends."""

@@ -16,7 +16,7 @@ from megatrain.layout.ownership import Share
 from megatrain.optim.updates import fuses_updates
 from megatrain.plan.program.features.resident import pull
 from megatrain.plan.program.operations import Operation, Work
-from megatrain.store.nodes import part_of_plane
+from megatrain.store.block_state import part_of_plane
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.lanes import Lanes
@@ -145,7 +145,7 @@ class DeviceStates:
         state = self._host.blocks[block]
         return {
             name: part_of_plane(state.layout, name, plane, self._shares[block])
-            for name, plane in state.updated_planes.items()
+            for name, plane in state.planes.items()
         }
 
     def _nbytes(self, block: int) -> int:

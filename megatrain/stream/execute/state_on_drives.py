@@ -21,18 +21,18 @@ from megatrain.errors import OutputError
 from megatrain.layout.ownership import Share
 from megatrain.plan.program.operations import Work
 from megatrain.store.on_drives import Piece
-from megatrain.store.tiered import TieredState
+from megatrain.store.state import HostState
 from megatrain.stream.lanes import Lanes
 
 
 class StateOnDrives:
     """The lanes' side of a state that is in part on drives."""
 
-    def __init__(self, lanes: Lanes, host: TieredState) -> None:
+    def __init__(self, lanes: Lanes, host: HostState) -> None:
         """Allocate the buffers."""
         self._host = host
         self.on_drives = host.on_drives
-        self._staging, self._pages = host.allocate_buffers()
+        self._staging, self._pages = host.planes.allocate_buffers()
         lanes.lock(host.arena("staging of weights"))
         self._ready = [False] * len(self._staging)
         """By buffer: an update has put something there that is to be written."""
@@ -70,7 +70,7 @@ class StateOnDrives:
 
     def settle_update(self, block: int) -> None:
         """Note, when an update is enqueued, that what is in RAM of the block will differ from its image."""
-        self._host.mark_updated(block)
+        self._host.mark_changed(block)
 
     def read(self, block: int, buffer: int) -> Work:
         """Return the read of a block's state into a buffer."""
@@ -120,12 +120,7 @@ class StateOnDrives:
         """Return the copy of a piece of a block's state in RAM to a buffer."""
         piece, target = self._piece(block, buffer, number)
 
-        def run() -> None:
-            state = self._host.blocks[block]
-            planes = {"working": [state.working]} if piece.is_working else self._host.planes_in_ram(block)
-            self.on_drives.fill(piece, block, planes, target)
-
-        return run
+        return lambda: self.on_drives.fill(piece, block, self._host.planes_in_ram(block), target)
 
     def write_piece(self, block: int, buffer: int, number: int) -> Work:
         """Return the write of such a piece."""

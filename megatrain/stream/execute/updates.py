@@ -19,7 +19,7 @@ from megatrain.optim.clip import clip_coefficient
 from megatrain.optim.pool import default_pool
 from megatrain.optim.updates import RangePlanes, RangeStep, kernels_of
 from megatrain.plan.program.features.roles import StateUpdate
-from megatrain.store.state import split_gradient
+from megatrain.store.block_state import split_gradient
 from megatrain.stream.execute.executor import Executor
 
 Ranges: TypeAlias = Callable[[float], list[tuple[RangeStep, int, int]]]
@@ -115,11 +115,10 @@ class BlockUpdate:
         share = None
         planes: Mapping[str, Tensor]
         if operation.drive_staging >= 0:
-            assert executor.drives is not None
             planes, share = executor.drives.planes(operation.block, operation.drive_staging)
             executor.drives.updated(operation.drive_staging)
         else:
-            planes = {"working": state.working, **state.updated_planes}
+            planes = {"working": state.working, **state.planes}
         gradient = split_gradient(executor.gradients.home(operation.block, operation.staging), state.layout)
         views = _view(executor.host.optimizer, planes, gradient, state.layout, self._ranges(scale), share)
         kernels_of(executor.host.optimizer).update_on_host(default_pool(), views)

@@ -28,7 +28,7 @@ class Weights:
         slots: Slots,
         *,
         shared: OwnGradients,
-        drives: StateOnDrives | None,
+        drives: StateOnDrives,
     ) -> None:
         """Start with empty slots.
 
@@ -37,7 +37,7 @@ class Weights:
             host: The model's state, whose working weights are copied.
             slots: The places on the device.
             shared: The gradients of this rank, which bring weights between several.
-            drives: The state on drives; None: the whole state is in RAM.
+            drives: The buffers of weights that come from drives.
         """
         self._lanes = lanes
         self._host = host
@@ -67,11 +67,7 @@ class Weights:
 
     def fetch(self, block: int, slot: int, *, page: int, in_pieces: bool) -> Work:
         """Return the copy of a block's weights to its place, from RAM or from a page."""
-        if page < 0:
-            source = self._host.blocks[block].working
-        else:
-            assert self._drives is not None
-            source = self._drives.page(block, page)
+        source = self._drives.page(block, page) if page >= 0 else self._host.blocks[block].working
         target = self._slots.place(block, slot)
         if in_pieces:
             return partial(self._fetch_piece, target, source)
@@ -103,7 +99,4 @@ class Weights:
 
     def spread(self, block: int, drive_staging: int) -> Work:
         """Return what makes weights on the host whole, of which each rank has updated its share."""
-        working = self._host.blocks[block].working
-        if self._drives is not None:
-            working = self._drives.working(block, drive_staging)
-        return partial(self._between.spread, block, working)
+        return partial(self._between.spread, block, self._drives.working(block, drive_staging))

@@ -23,7 +23,6 @@ from megatrain.model.shares import adds_router_loss
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.store.state import HostState, Precision
-from megatrain.store.tiered import TieredState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.compute_work import ComputeWork
@@ -93,9 +92,8 @@ class Arrangement:
         self.binding = binding
         self.layers, self.outer = attach_blocks(binding)
         self.offloaded = OffloadedActivations(lanes, activation_bytes)
-        tiered = binding.host if isinstance(binding.host, TieredState) else None
-        self._drives = None if tiered is None else StateOnDrives(lanes, tiered)
-        directories = [] if tiered is None else tiered.on_drives.store.directories
+        self._drives = StateOnDrives(lanes, binding.host)
+        directories = binding.host.on_drives.store.directories
         self.scratch = ScratchFiles(directories, rank=binding.ranks.rank) if directories else None
         """Room for saved activations on the drives, if there are any."""
         self.parking = ScratchFiles(directories, rank=binding.ranks.rank) if directories else None
@@ -168,7 +166,7 @@ class Arrangement:
     def _take(self, choice: Choice) -> None:
         for plane in self._planes_to_drop(choice):
             self.lanes.unlock(self.host.arena(plane))
-            self.host.release(plane)
+            self.host.planes.release(plane)
         self._arrange(choice)
 
     def _planes_to_drop(self, new: Choice) -> list[str]:
@@ -337,7 +335,7 @@ def places_of(
 
 
 def _drive_spec(host: HostState) -> DriveSpec | None:
-    if not isinstance(host, TieredState):
+    if not host.has_drives:
         return None
     images, placement = host.on_drives.images, host.on_drives.placement
     return DriveSpec(

@@ -82,7 +82,7 @@ class Binding:
 
     def give_back(self) -> None:
         """Let go of what training has taken, and leave the weights to whoever changes or attaches them."""
-        self.host.release_training()
+        self.host.planes.release_training()
         note_weights(self.host)
 
     @property

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.store.state import HostState
-from megatrain.store.tiered import TieredState
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.attached import AttachedBlock
@@ -215,7 +214,7 @@ def refuse_calls_beside(
         host: The state that holds the block's weights.
         current: The function that returns the pass that is going on.
     """
-    if not isinstance(host, TieredState):
+    if not host.has_drives:
         return
 
     def check(*_: Any) -> None:

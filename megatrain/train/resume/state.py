@@ -20,7 +20,8 @@ from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import make_private_directory, matching_names, remove_tree
 from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.untouched import UNTOUCHED
-from megatrain.store.state import BlockState, HostState, view_entry
+from megatrain.store.block_state import BlockState, view_entry
+from megatrain.store.state import HostState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -57,7 +57,9 @@ def measure(ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1) -> di
 
 def _mapped(host: Any) -> dict[str, int]:
     """Add up the pages of planes that are in memory."""
-    views = [arena.view(torch.uint8, 0, arena.nbytes) for arena in host._arenas.values() if arena.nbytes]
+    views = [
+        arena.view(torch.uint8, 0, arena.nbytes) for arena in host.planes.arenas.values() if arena.nbytes
+    ]
     ranges = [(view.data_ptr(), view.data_ptr() + view.numel()) for view in views]
     shared, own, is_plane = 0, 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():

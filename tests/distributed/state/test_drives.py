@@ -236,7 +236,7 @@ def count(ranks: Any, there: Tiers) -> list[list[int]]:
     model = make_model(FAMILIES["llama_tied"]())
     engine = attach_plainly(model, device=device, batch=batch, ranks=ranks, tiers=there)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
-    store = engine.executor.drives.on_drives.store  # type: ignore[union-attr]
+    store = engine.executor.drives.on_drives.store
     before = [store.read_bytes, store.written_bytes]
     own = slice(None) if ranks is None else slice(ranks.rank, ranks.rank + 1)
     for step in range(2):

@@ -107,7 +107,7 @@ def train_to(ranks: Any, last: int, there: Tiers | None) -> tuple[int, str]:
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
         own, first = engine.parts(4)[0 if ranks is None else ranks.rank], 0
         if there is not None and there.resumes:
-            record = engine.host.record  # type: ignore[attr-defined]
+            record = engine.host.record
             assert record is not None
             first = record.step
             optimizer.steps = {name: int(count) for name, count in record.meta["steps"].items()}
@@ -182,7 +182,7 @@ def test_a_node_moves_and_keeps_the_bytes_that_the_plan_says(tmp_path: Path) -> 
         settings: dict[str, Any] = {"precision": "bf16", "batch": batch, "ranks": ranks, "tiers": there}
         engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=device, **settings)
         optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
-        store, counts = engine.executor.drives.on_drives.store, engine.counts  # type: ignore[union-attr]
+        store, counts = engine.executor.drives.on_drives.store, engine.counts
         before = [store.read_bytes, store.written_bytes]
         for step in range(2):
             engine.forward_backward(make_batches(1, seed=step, tokens=tokens))

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from megatrain.config.choice import StepBatch
 from megatrain.errors import ConfigError
-from megatrain.store.nodes import PartedState
 from megatrain.stream.engine import Engine
 from megatrain.train.adapters import write_adapter
 from megatrain.train.ranks import END, STEP, lend, read_alone, step_of_all
@@ -68,7 +67,7 @@ def first_reads(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> A
             step()
         else:
             lend(engine, order)
-    assert not isinstance(engine.host, PartedState) or engine.host.call_others is None
+    assert not engine.host.is_parted or engine.host.call_others is None
     return None
 
 

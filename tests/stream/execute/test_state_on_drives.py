@@ -28,7 +28,7 @@ from megatrain.store import on_drives as away
 from megatrain.store import placement
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
-from megatrain.store.tiered import TieredState
+from megatrain.store.state import HostState
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import Cause, CheckedLanes, OrderingError
 from tests.clocks import OwnClocks, TimetableLanes
@@ -62,8 +62,8 @@ def make_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return make
 
 
-def tiered(engine: Engine) -> TieredState:
-    assert isinstance(engine.host, TieredState)
+def tiered(engine: Engine) -> HostState:
+    assert engine.host.has_drives
     return engine.host
 
 
@@ -174,7 +174,7 @@ def test_a_model_whose_state_is_four_times_its_ram_trains(tmp_path: Path) -> Non
         config=config, precision="bf16", updates="immediate", max_grad_norm=None, tiers=tiers
     )
     assert_same_steps_of_immediate(engine, optimizer, reference)
-    arenas = tiered(engine)._arenas
+    arenas = tiered(engine).planes.arenas
     assert 4 * sum(arena.nbytes for arena in arenas.values()) <= state
     assert set(arenas) == {
         "working",
@@ -247,7 +247,7 @@ def test_weights_on_drives_are_read_where_they_are_asked_for(
     batches = make_batches(1, seed=0)
     assert_same_bits(engine.forward_backward(batches), reference.forward_backward(batches), "loss")
     reference.step(optimizer.step().grad_norm, 0.5)
-    assert not tiered(engine)._is_whole
+    assert not tiered(engine).has_working
     before = engine.host_bytes
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert engine.host_bytes == before + sum(layout.working_bytes for layout in engine.host.layouts)

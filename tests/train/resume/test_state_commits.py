@@ -24,7 +24,6 @@ from megatrain.store.drives.record import (
     read_record,
     write_record,
 )
-from megatrain.store.tiered import TieredState
 from megatrain.stream.lanes import EmulatedMachine
 from megatrain.stream.lanes.emulated_spec import emulated_spec
 from megatrain.stream.machine import common_cpu
@@ -399,7 +398,7 @@ def test_gradients_wait_on_drives_beside_state_in_ram(tmp_path: Path) -> None:
     assert run.planned is not None
     train_step(run)
     check_allocated(run.engine, run.planned.plan, "stop")
-    assert isinstance(run.engine.host, TieredState)
+    assert run.engine.host.has_drives
     placement = run.engine.host.on_drives.placement
     assert placement.state_on_drives == placement.working_on_drives == frozenset()
     drives = [pool.name for pool in run.planned.plan.pools if pool.tier == "nvme"]
