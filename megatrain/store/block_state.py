@@ -47,7 +47,7 @@ class BlockState:
     @property
     def planes(self) -> dict[str, Tensor]:
         """The planes that updates change beside the working weights: the remainder, and the optimizer's."""
-        assert self._planes is not None, "the planes of a block on the drives: use HostState.borrow"
+        assert self._planes is not None, "the planes of the block are on the drives; use HostState.borrow"
         return self._planes
 
     @property

@@ -59,8 +59,7 @@ class Update(StateUpdate):
         """Note that a gradient is used up, and that what is in RAM of the block differs from its image."""
         if not self.follows_norm:
             parts.gradients.settle_used(self.block, self.staging)
-        if parts.drives is not None:
-            parts.drives.settle_update(self.block)
+        parts.drives.settle_update(self.block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
