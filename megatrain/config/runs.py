@@ -191,7 +191,7 @@ class StepSums:
     def on_device(self) -> SumRoom:
         """Return the room for the most sums that exist at a time while a round goes on."""
         shares = (len(self.rounds) - 1).bit_length() if self.are_shared else 0
-        return self._room(self.runs_at_once.number.bit_length(), shares)
+        return SumRoom(self.runs_at_once.number.bit_length(), shares, self.num_ranks, self.sequence)
 
     def between(self, *, is_wide: bool) -> SumRoom:
         """Return the room in RAM for the sums kept between rounds, beside the plane of complete gradients.
@@ -203,10 +203,9 @@ class StepSums:
         if self.on_drives or (self.runs.number == 1 and self.num_ranks == 1 and not is_wide):
             return SumRoom()
         most = max((each.left.stop for each in self.by_round[:-1]), default=0)
-        return self._room(0, most) if self.are_shared else self._room(most, 0)
-
-    def _room(self, whole: int, shares: int) -> SumRoom:
-        return SumRoom(whole, shares, self.num_ranks, self.sequence) if shares else SumRoom(whole)
+        if self.are_shared and most:
+            return SumRoom(0, most, self.num_ranks, self.sequence)
+        return SumRoom(0 if self.are_shared else most)
 
 
 def round_sizes(num_micro_batches: int, lockstep: int) -> list[int]:

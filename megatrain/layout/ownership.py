@@ -183,10 +183,7 @@ def planned_share(sizes: BlockBytes, num_ranks: int) -> Share:
 
     Of a segment that stays whole on one of many ranks it is the mean: they take such segments in turn.
     """
-    split, full = (
-        _planned(numel, num_ranks) for numel in (sizes.num_split, sizes.num_state - sizes.num_split)
-    )
-    return Share(range(split), range(sizes.num_split, sizes.num_split + full))
+    return _first_share(sizes, lambda numel: _planned(numel, num_ranks))
 
 
 def room_of_share(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
@@ -199,11 +196,13 @@ def room_of_share(sizes: BlockBytes, num_ranks: int) -> BlockBytes:
 
 def largest_share(sizes: BlockBytes, num_ranks: int, *, more: int = 0) -> BlockBytes:
     """Return the sizes of the largest share of a block, each segment `more` elements longer if it can be."""
-    split, full = (
-        min(numel, _largest(numel, num_ranks) + more)
-        for numel in (sizes.num_split, sizes.num_state - sizes.num_split)
-    )
-    return Share(range(split), range(sizes.num_split, sizes.num_split + full)).sizes
+    return _first_share(sizes, lambda numel: min(numel, _largest(numel, num_ranks) + more)).sizes
+
+
+def _first_share(sizes: BlockBytes, length: Callable[[int], int]) -> Share:
+    """Return the share that has so much of the beginning of each segment."""
+    split, full = length(sizes.num_split), length(sizes.num_state - sizes.num_split)
+    return Share(range(split), range(sizes.num_split, sizes.num_split + full))
 
 
 def _planned(numel: int, num_ranks: int) -> int:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatrain.hardware.accelerators import Vendor
+from megatrain.store.drives import system as calls
+from megatrain.store.drives.places import drive_errors
 
 
 class Arena:
@@ -88,3 +92,18 @@ class Arena:
             assert self._locked_by.unlock is not None
             self._locked_by.unlock(self._bytes.data_ptr())
             self._locked_by = None
+
+
+def file_arena(nbytes: int, directory: Path) -> Arena:
+    """Return memory whose pages are those of a nameless file, which the kernel writes out where RAM is short.
+
+    Raises:
+        CapacityError: The drive has no room.
+        OutputError: The file cannot be made.
+    """
+    with (
+        drive_errors(f"take {nbytes:,} bytes of scratch room in", directory),
+        tempfile.TemporaryFile(dir=directory) as file,
+    ):
+        calls.system.fallocate(file.fileno(), max(nbytes, 1))
+        return Arena(nbytes, os.dup(file.fileno()))

@@ -29,9 +29,10 @@ from megatrain.layout.drive_chunks import first_turn
 from megatrain.layout.host_buffers import pieces_of
 from megatrain.layout.ownership import Share, drive_totals, node_shares, shares, whole_share
 from megatrain.store.arena import Arena
+from megatrain.store.drives.drive import wait
 from megatrain.store.drives.places import make_place
 from megatrain.store.drives.record import CommitRecord, newest_of_all, nothing_in_common, read_records
-from megatrain.store.drives.striped import Extent, StripedStore, wait
+from megatrain.store.drives.striped import Extent, StripedStore
 from megatrain.store.placement import Placement, Tiers, place, placed
 from megatrain.store.ranks import StateRanks
 

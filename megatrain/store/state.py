@@ -58,6 +58,8 @@ class HostState:
 
     call_others: Callable[[int], object] | None = None
     """Lets the other nodes `lend` a block to this rank, which reads by itself; None: all borrow together."""
+    limit: int | None = None
+    """The bytes that all planes may take; None: what the machine has."""
     make_planes: Callable[[Sequence[BlockLayout], Placement, StateRanks], Planes] = Planes
     """Allocates the memory of planes in RAM."""
 
@@ -216,10 +218,11 @@ class HostState:
         """Bytes of all of these."""
         return sum(self.plane_bytes.values())
 
-    def left(self, limit: int | None) -> int:
-        """Return the bytes that planes may still take of so many, or of what the machine has."""
+    @property
+    def bytes_left(self) -> int:
+        """Bytes that planes may still take, of the limit and of what the machine has."""
         available = host_memory().available_bytes
-        return available if limit is None else min(available, limit - self.host_bytes)
+        return available if self.limit is None else min(available, self.limit - self.host_bytes)
 
     def allocate_planes(self, optimizer: Optimizer) -> None:
         """Allocate the optimizer's planes of the blocks in RAM, all zero; the drives have those of others.

@@ -101,10 +101,11 @@ def bind(
     if loaded is not None:
         drop_remainders_of_changed(loaded)
     if loaded is not None and is_for_this:
-        binding = Binding(blocks, loaded, host_limit, optimizer, runs, ranks, sequence)
+        binding = Binding(blocks, loaded, optimizer, runs, ranks, sequence)
         if loaded.has_drives or loaded.is_parted or binding.moved is None:
             binding.check()
             fits(held=loaded.host_bytes)
+            loaded.limit = host_limit
             return binding
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
@@ -140,7 +141,8 @@ def bind(
         )
     model.__dict__["_megatrain_host"] = host
     require_same_weights(host, ranks)
-    return Binding(blocks, host, host_limit, optimizer, runs, ranks, sequence)
+    host.limit = host_limit
+    return Binding(blocks, host, optimizer, runs, ranks, sequence)
 
 
 def require_same_weights(host: HostState, ranks: Ranks) -> None:

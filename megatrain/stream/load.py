@@ -36,9 +36,8 @@ from megatrain.model.weights.files import PlannedWeights, has_weights, model_dir
 from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.skeleton import build_skeleton, read_config
-from megatrain.store.arena import Arena
+from megatrain.store.arena import Arena, file_arena
 from megatrain.store.block_state import view_entry
-from megatrain.store.drives.scratch import FileArena
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision, read_precision
 from megatrain.stream.arrange import refuse_on_drives
@@ -245,7 +244,7 @@ class _InitialValues:
             for entry in layout.entries:
                 self._places[entry.name] = (size, entry)
                 size += 4 * entry.numel
-        self._arena = Arena(size) if directory is None else FileArena(size, directory)
+        self._arena = Arena(size) if directory is None else file_arena(size, directory)
 
     def view(self, name: str) -> Tensor:
         start, entry = self._places[name]

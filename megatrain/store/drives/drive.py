@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -133,11 +133,11 @@ class Drive:
 
         Both in whole pages, and the buffer at a page's address.
         """
-        return self._readers.submit(self._read_checked, buffer, offset, check)
+        return self._readers.submit(self._read, buffer, offset, check)
 
     def submit_write(self, buffer: memoryview, offset: int, check: Check | None = None) -> Future[None]:
         """`check` a buffer, then write it at `offset`, aligned alike; durable after `submit_sync`."""
-        return self._writers.submit(self._write_checked, buffer, offset, check)
+        return self._writers.submit(self._write, buffer, offset, check)
 
     def submit_sync(self) -> Future[None]:
         """Make durable what was written and waited for before."""
@@ -150,19 +150,11 @@ class Drive:
         self._is_closed = True
         self._readers.shutdown()
         self._writers.shutdown()
-        self._close_files()
+        with drive_errors("close", self.path):
+            for descriptor in {self._descriptor, self._buffered}:
+                calls.system.close(descriptor)
 
-    def _read_checked(self, buffer: memoryview, offset: int, check: Check | None) -> None:
-        self._read(buffer, offset)
-        if check is not None:
-            check(buffer)
-
-    def _write_checked(self, buffer: memoryview, offset: int, check: Check | None) -> None:
-        if check is not None:
-            check(buffer)
-        self._write(buffer, offset)
-
-    def _read(self, buffer: memoryview, offset: int) -> None:
+    def _read(self, buffer: memoryview, offset: int, check: Check | None = None) -> None:
         done = 0
         try:
             while done < len(buffer):
@@ -177,8 +169,12 @@ class Drive:
                 f"cannot read {self.path} at byte {offset + done}: {error.strerror}; check this drive, and "
                 "resume from the newest checkpoint with another one in memory.tiers.nvme"
             ) from error
+        if check is not None:
+            check(buffer)
 
-    def _write(self, buffer: memoryview, offset: int) -> None:
+    def _write(self, buffer: memoryview, offset: int, check: Check | None = None) -> None:
+        if check is not None:
+            check(buffer)
         done = 0
         with drive_errors("write", self.path):
             while done < len(buffer):
@@ -254,11 +250,6 @@ class Drive:
         self._write(buffer, 0)
         self._sync()
 
-    def _close_files(self) -> None:
-        with drive_errors("close", self.path):
-            for descriptor in {self._descriptor, self._buffered}:
-                calls.system.close(descriptor)
-
 
 def staging(num_bytes: int) -> Tensor:
     """Return (num_bytes,) uint8 at a page's address, for small jobs; larger ones use an `Arena`."""
@@ -269,3 +260,17 @@ def threads_per_drive(num_drives: int) -> int:
     """Return how many threads read from each drive; as many write."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, min(cores, _ALL_THREADS) // num_drives))
+
+
+def close_all(drives: list[Drive]) -> None:
+    """Close drives, and forget them."""
+    while drives:
+        drives.pop().close()
+
+
+def wait(futures: Iterable[Future[None]]) -> None:
+    """Wait for all of them, and then raise what the first one that failed has raised."""
+    pending = list(futures)
+    errors = [error for future in pending if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]

@@ -17,7 +17,7 @@ import os
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,8 @@ def read_record(directory: Path, name: str = RECORD_NAME) -> CommitRecord | None
         )
     sums = array("Q")
     sums.frombytes(base64.b64decode(body["sums"]))
-    return CommitRecord(
-        owner=body["owner"],
-        fingerprint=body["fingerprint"],
-        drives=tuple(body["drives"]),
-        step=body["step"],
-        copies=body["copies"],
-        sums=tuple(sums),
-        meta=body["meta"],
-    )
+    given = {key: body[key] for key in _KEYS - {"format", "digest"}}
+    return CommitRecord(**given | {"drives": tuple(body["drives"]), "sums": tuple(sums)})
 
 
 def read_records(directory: Path) -> list[CommitRecord]:
@@ -190,22 +183,12 @@ def _remove(path: Path) -> None:
 
 
 def _encode(record: CommitRecord) -> bytes:
-    body = {
-        "format": FORMAT_VERSION,
-        "owner": record.owner,
-        "fingerprint": record.fingerprint,
-        "drives": list(record.drives),
-        "step": record.step,
-        "copies": record.copies,
-        "sums": base64.b64encode(array("Q", _as_words(record.sums)).tobytes()).decode(),
-        "meta": dict(record.meta),
-    }
+    words = array("Q", record.sums)
+    assert words.itemsize == 8
+    body = {"format": FORMAT_VERSION} | {each.name: getattr(record, each.name) for each in fields(record)}
+    body |= {"drives": list(record.drives), "meta": dict(record.meta)}
+    body["sums"] = base64.b64encode(words.tobytes()).decode()
     text = json.dumps(body, indent=1, allow_nan=False)
     assert json.loads(text) == body, "the meta of a commit must be plain JSON values with string keys"
     head = text.removesuffix("\n}").encode("ascii")
     return head + f',\n "digest": "{xxhash.xxh3_128_hexdigest(head)}"\n}}\n'.encode("ascii")
-
-
-def _as_words(values: Sequence[int]) -> Sequence[int]:
-    assert array("Q").itemsize == 8
-    return values

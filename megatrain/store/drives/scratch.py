@@ -1,59 +1,29 @@
 """Scratch room in nameless files on drives: nothing of it is committed, and no end of a run leaves any.
 
-A `FileArena` is memory whose pages the kernel writes out where RAM is short. `ScratchFiles` is room for
-pieces that are written and read as a whole, striped over the drives, with a checksum per chunk. What must
-stay true: nobody reads or writes a chunk while another one does; lanes see to that by the chunks' numbers.
+Pieces are written and read as a whole, striped over the drives, with a checksum per chunk. What must stay
+true: nobody reads or writes a chunk while another one does; lanes see to that by the chunks' numbers.
 """
 
 from __future__ import annotations
 
 import heapq
-import mmap
-import tempfile
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
 import xxhash
 from torch import Tensor
 
 from megatrain.errors import CheckpointError
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import PAGE_BYTES, SCRATCH_CHUNK_BYTES, padded
-from megatrain.store.drives import system as calls
-from megatrain.store.drives.drive import Drive, raw, threads_per_drive
-from megatrain.store.drives.places import drive_errors
-from megatrain.store.drives.striped import wait
+from megatrain.store.drives.drive import Drive, close_all, raw, threads_per_drive, wait
 
 SCRATCH_NAME = "scratch-{}.bin"
 """A rank's file of scratch room in each directory, for the moment between its making and the loss of its
 name."""
-
-
-class FileArena:
-    """`nbytes` of zeroed memory that are pages of a file; gone when the last view is."""
-
-    def __init__(self, nbytes: int, directory: Path) -> None:
-        """Take the room on the drive, then map it.
-
-        Raises:
-            CapacityError: The drive has no room.
-            OutputError: The file cannot be made.
-        """
-        with (
-            drive_errors(f"take {nbytes:,} bytes of scratch room in", directory),
-            tempfile.TemporaryFile(dir=directory) as file,
-        ):
-            calls.system.fallocate(file.fileno(), max(nbytes, 1))
-            self._map = mmap.mmap(file.fileno(), max(nbytes, 1))
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
-
-    def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> Tensor:
-        """View `numel` elements of `dtype` from `byte_offset` as a (numel,) tensor."""
-        return self._bytes[byte_offset : byte_offset + numel * dtype.itemsize].view(dtype)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +57,7 @@ class ScratchFiles:
         assert self.chunk_bytes % PAGE_BYTES == 0
         self._name = SCRATCH_NAME.format(rank)
         self._drives: list[Drive] = []
-        weakref.finalize(self, _close, self._drives)
+        weakref.finalize(self, close_all, self._drives)
         self._free: list[int] = []
         self._num_chunks = 0
 
@@ -139,7 +109,7 @@ class ScratchFiles:
 
     def close(self) -> None:
         """Let go of the drives: the room is free again."""
-        _close(self._drives)
+        close_all(self._drives)
         self._free, self._num_chunks = [], 0
 
     def _pieces(self, place: Place, buffer: Tensor) -> list[tuple[Drive, int, memoryview]]:
@@ -196,8 +166,3 @@ def _verify(place: Place, number: int, drive: Drive, offset: int, what: str, mem
             "another one in memory.tiers.nvme, or with memory.boundaries=host, memory.gradients=host and "
             "memory.sums=device"
         )
-
-
-def _close(drives: list[Drive]) -> None:
-    while drives:
-        drives.pop().close()

@@ -13,6 +13,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megatrain.errors import CheckpointError, OutputError
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
-from megatrain.store.drives.drive import Drive, raw, staging, threads_per_drive
+from megatrain.store.drives.drive import Drive, close_all, raw, staging, threads_per_drive, wait
 from megatrain.store.drives.extents import Chunk, Extent, lay_out
 from megatrain.store.drives.places import STATE_NAME, check_places, drive_errors, sync_directory
 from megatrain.store.drives.record import (
@@ -81,7 +82,7 @@ class StripedStore:
         zeros = torch.zeros(need, dtype=torch.uint8) if memory is None else memory(need)
         self._tables = Tables(zeros, num_chunks, len(extents))
         self._drives: list[Drive] = []
-        weakref.finalize(self, _close, self._drives)
+        weakref.finalize(self, close_all, self._drives)
         self._names: tuple[str, ...] = ()
         self._failure: BaseException | None = None
         self.read_bytes = 0
@@ -121,8 +122,7 @@ class StripedStore:
             MegatrainError: `check` or `Drive` refuses.
         """
         self.check()
-        self._open()
-        try:
+        with self._opening():
             remove_records(self.directories[0])
             self._names = tuple(f"{start:x}-{secrets.token_hex(8)}" for _ in self._drives)
             for drive, num_bytes, name in zip(self._drives, self.drive_bytes, self._names, strict=True):
@@ -130,10 +130,6 @@ class StripedStore:
                 page = staging(PAGE_BYTES)
                 raw(page)[: len(name)] = name.encode()
                 drive.submit_write(raw(page), num_bytes).result()
-            self._let_others_in()
-        except BaseException:
-            self.close()
-            raise
 
     def resume(self, step: int | None = None) -> CommitRecord:
         """Open the drives, and go on from what is committed there.
@@ -158,8 +154,7 @@ class StripedStore:
                 f"number of drives than {len(found.drives)}, or of other nodes; use the settings with which "
                 f"it was written, or remove {RECORD_NAME} there to go on from the newest checkpoint"
             )
-        self._open()
-        try:
+        with self._opening():
             self._names = found.drives
             for drive, num_bytes, name in zip(self._drives, self.drive_bytes, self._names, strict=True):
                 if drive.path.stat().st_size != num_bytes + PAGE_BYTES:
@@ -174,10 +169,6 @@ class StripedStore:
                     )
             settle_records(where, found)
             self._take(found)
-            self._let_others_in()
-        except BaseException:
-            self.close()
-            raise
         return found
 
     def join(self) -> None:
@@ -186,13 +177,9 @@ class StripedStore:
         Raises:
             MegatrainError: `Drive` refuses.
         """
-        self._open(is_shared=True)
-        try:
+        with self._opening(is_shared=True):
             for drive in self._drives:
                 drive.take_over()
-        except BaseException:
-            self.close()
-            raise
 
     def has(self, extent: int) -> bool:
         """Whether an extent was ever written."""
@@ -214,40 +201,28 @@ class StripedStore:
         """
         copy = self._tables.current(extent)
         assert copy >= 0, f"{self.extents[extent].name} was never written"
-        memory = raw(buffer)
-        assert len(memory) == self.extents[extent].num_bytes
-        chunks = self._of(extent, is_own=is_own)
-        self.read_bytes += sum(chunk.stop - chunk.start for chunk in chunks)
+        parts = self._parts(extent, buffer, is_own=is_own)
+        self.read_bytes += sum(len(part) for _, part in parts)
         return [
             self._drives[chunk.drive].submit_read(
-                memory[chunk.start : chunk.stop],
-                chunk.offsets[copy],
-                partial(self._verify, extent, chunk, copy),
+                part, chunk.offsets[copy], partial(self._verify, extent, chunk, copy)
             )
-            for chunk in chunks
+            for chunk, part in parts
         ]
 
     def submit_write(self, extent: int, buffer: Tensor, *, is_own: bool = False) -> list[Future[None]]:
-        """Write an extent into the places without committed content; it is the newest after `settle`.
+        """Write an extent into the places without committed content; it is not the newest yet.
 
         Each future raises OutputError or CapacityError if its chunk cannot be written. Arguments as in
         `submit_read`.
         """
         copy = self._tables.target(extent)
-        memory = raw(buffer)
-        assert len(memory) == self.extents[extent].num_bytes
-        chunks = self._of(extent, is_own=is_own)
-        self.written_bytes += sum(chunk.stop - chunk.start for chunk in chunks)
+        parts = self._parts(extent, buffer, is_own=is_own)
+        self.written_bytes += sum(len(part) for _, part in parts)
         return [
-            self._drives[chunk.drive].submit_write(
-                memory[chunk.start : chunk.stop], chunk.offsets[copy], partial(self._sum, chunk, copy)
-            )
-            for chunk in chunks
+            self._drives[chunk.drive].submit_write(part, chunk.offsets[copy], partial(self._sum, chunk, copy))
+            for chunk, part in parts
         ]
-
-    def settle(self, extent: int) -> None:
-        """Note that a write of the extent, as far as it is this rank's, has ended well."""
-        self._tables.settle(extent)
 
     def read(self, extent: int, buffer: Tensor) -> None:
         """Read an extent and wait for it."""
@@ -270,7 +245,7 @@ class StripedStore:
             self._failure = error
             raise
         for extent, _ in given:
-            self.settle(extent)
+            self._tables.settle(extent)
 
     def commit(self, step: int, meta: Mapping[str, Any], meet: Callable[[], object] | None = None) -> None:
         """Make what is newest of every extent what a crash leaves; of several ranks, the node's first does.
@@ -319,7 +294,7 @@ class StripedStore:
 
     def close(self) -> None:
         """Let go of the drives; what is committed stays."""
-        _close(self._drives)
+        close_all(self._drives)
 
     def remove(self) -> None:
         """Let go of the drives, and remove what is there: nothing is committed any more.
@@ -351,6 +326,12 @@ class StripedStore:
             return chunks
         return [chunk for chunk in chunks if drive_chunks.is_own(chunk.turn, self._rank, self._num_ranks)]
 
+    def _parts(self, extent: int, buffer: Tensor, *, is_own: bool) -> list[tuple[Chunk, memoryview]]:
+        """Pair the chunks of an extent with their places in a buffer for all of it."""
+        memory = raw(buffer)
+        assert len(memory) == self.extents[extent].num_bytes
+        return [(chunk, memory[chunk.start : chunk.stop]) for chunk in self._of(extent, is_own=is_own)]
+
     def _verify(self, extent: int, chunk: Chunk, copy: int, memory: memoryview) -> None:
         if xxhash.xxh3_64_intdigest(memory) != self._tables.sum(copy, chunk.number):
             first = self._chunks[extent][0].number
@@ -373,30 +354,17 @@ class StripedStore:
             for chunk in chunks:
                 self._tables.set_sum(max(copy, 0), chunk.number, next(values))
 
-    def _let_others_in(self) -> None:
-        if self._num_ranks > 1:
-            for drive in self._drives:
-                drive.share()
-
-    def _open(self, *, is_shared: bool = False) -> None:
+    @contextmanager
+    def _opening(self, *, is_shared: bool = False) -> Iterator[None]:
+        """Open the drives, and let go of them if the context fails; others are let in when it ends."""
         threads = threads_per_drive(len(self.directories))
         try:
             for directory in self.directories:
                 self._drives.append(Drive(directory, num_threads=threads, is_shared=is_shared))
                 sync_directory(directory)
+            yield
+            for drive in self._drives if self._num_ranks > 1 and not is_shared else ():
+                drive.share()
         except BaseException:
             self.close()
             raise
-
-
-def _close(drives: list[Drive]) -> None:
-    while drives:
-        drives.pop().close()
-
-
-def wait(futures: Iterable[Future[None]]) -> None:
-    """Wait for all of them, and then raise what the first one that failed has raised."""
-    pending = list(futures)
-    errors = [error for future in pending if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]

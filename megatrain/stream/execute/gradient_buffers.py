@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain.config.choice import Choice
 from megatrain.config.runs import SumRoom
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.ownership import Share
 from megatrain.layout.totals import GradientPlaces, Residency
-from megatrain.plan.program.operations import Work
 from megatrain.store.block_state import split_gradient
-from megatrain.store.drives.scratch import Place, ScratchFiles
-from megatrain.store.on_drives import page_memory
+from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.store.state import HostState
+from megatrain.stream.execute.parked_gradients import ParkedGradients
 from megatrain.stream.lanes import Lanes
 
 
@@ -65,42 +65,31 @@ class GradientBuffers:
         self,
         lanes: Lanes,
         host: HostState,
+        choice: Choice,
         blocks: Residency,
-        num_buffers: int,
         places: GradientPlaces,
-        *,
-        adds_parts: bool = False,
-        scratch: ScratchFiles | None = None,
-        host_limit: int | None = None,
-        adds_on_host: bool = False,
-        room: SumRoom = pools.ONE_SUM,
+        room: SumRoom,
         shares: Sequence[Share],
-        num_ranks: int = 1,
+        scratch: ScratchFiles,
     ) -> None:
         """Allocate the places; the ring and what is on the host come with `prepare`.
 
         Args:
             lanes: The lanes in which things run.
             host: The model's state.
+            choice: The choice, which says how many buffers the ring has, and what adds up where.
             blocks: The residency of the blocks: which stream, and which stay on the device.
-            num_buffers: The number of buffers of the ring.
             places: The places where complete gradients wait for the norm.
-            adds_parts: A claim that a gradient may come in parts, which add up even where there is one
-                micro-batch.
-            scratch: The room on drives for gradients that wait there; None: there are no drives.
-            host_limit: The number of bytes that the state may take on the host; None: what the machine has.
-            adds_on_host: A claim that the host adds up the gradients of several rounds.
             room: The room for partial sums in a buffer; see `StepSums.on_device`.
             shares: The share of each block's complete gradient that this rank keeps.
-            num_ranks: The number of ranks that keep shares.
+            scratch: The room on drives for gradients that wait there.
         """
         self._lanes = lanes
         self._host = host
         self._blocks = blocks
         self.room = room
         """For partial sums in a buffer."""
-        self._host_limit = host_limit
-        self.num_buffers = num_buffers
+        self.num_buffers = choice.num_gradient_buffers
         self.in_ram = frozenset(places.on_host)
         """Blocks whose complete gradients wait in the gradient plane."""
         self.waits = len(self.in_ram) < len(host.layouts)
@@ -112,29 +101,24 @@ class GradientBuffers:
         self._ring: list[Tensor] = []
         self._staging: list[Tensor] = []
         self._views: dict[tuple[int, int, bool, int], Views] = {}
+        self._places = places
         layouts = host.layouts
         self._resident = {
             block: lanes.allocate(pools.resident_gradient(layouts[block].sizes, room))
             for block in blocks.staying
             if layouts[block].num_state
         }
-        waiting = places.on_device.total(pools.waiting_gradient, num_ranks)
+        waiting = places.on_device.total(pools.waiting_gradient, room.num_ranks)
         self._flat = lanes.allocate(waiting) if waiting else None
-        self._starts: dict[int, int] = {}
+        sizes = [pools.waiting_gradient(layouts[block].sizes, room.num_ranks) for block in places.on_device]
+        self._starts = dict(zip(places.on_device, accumulate(sizes, initial=0), strict=False))
         """By block, where its gradient waits there."""
-        start = 0
-        for block in places.on_device:
-            self._starts[block] = start
-            start += pools.waiting_gradient(layouts[block].sizes, num_ranks)
-        self._places = places
         self.sums_on_drives = bool(places.sums_on_drives)
         """Whether sums of several rounds wait there."""
-        self._adds_on_host = adds_on_host
-        self._adds_parts = adds_parts
-        self._scratch = scratch
-        self.shares, self._num_ranks = shares, num_ranks
-        self._parked: dict[tuple[int, bool], list[tuple[range, Place]]] = {}
-        """By block, the room on drives where these bytes of its gradient wait, and of its sum."""
+        self._adds_on_host = choice.sums == "host"
+        self._adds_parts = choice.outer_streams
+        self.shares = shares
+        self.parked = ParkedGradients(scratch, layouts, shares, room.num_ranks)
 
     def needs_room(self, *, adds_up: bool, num_rounds: int, kept: SumRoom) -> bool:
         """Whether `prepare` would have to allocate something."""
@@ -171,7 +155,7 @@ class GradientBuffers:
         if not self._host.planes.sum_room.holds(kept):
             self._lanes.unlock(self._host.arena("accumulator"))
             self._host.planes.release("accumulator")
-            self._host.planes.allocate_accumulators(kept, self._host.left(self._host_limit))
+            self._host.planes.allocate_accumulators(kept, self._host.bytes_left)
         for plane in ("gradient", "accumulator", "staging"):
             self._lanes.lock(self._host.arena(plane))
         need = self._ring_bytes(adds_up=adds_up)
@@ -188,9 +172,7 @@ class GradientBuffers:
         self._lanes.free([*self._ring, *self._resident.values(), *flat])
         self._ring, self._resident, self._staging, self._flat = [], {}, [], None
         self._views.clear()
-        if self._scratch is not None:
-            self._scratch.close()
-        self._parked.clear()
+        self.parked.close()
 
     def is_resident(self, block: int) -> bool:
         """Whether a block's gradient adds up in a place of its own on the device."""
@@ -257,6 +239,10 @@ class GradientBuffers:
         place, edge = self.waiting(block), 2 * len(self.shares[block].split)
         return place[:edge].view(torch.bfloat16), place[edge:].view(torch.float32)
 
+    def staging_buffer(self, number: int) -> Tensor:
+        """Return a whole staging buffer, (bytes,) uint8."""
+        return self._staging[number]
+
     def staging(self, block: int, number: int) -> Tensor:
         """Return the (gradient_bytes,) uint8 part of a staging buffer that a block uses."""
         return self._staging[number][: self._host.layouts[block].gradient_bytes]
@@ -274,51 +260,6 @@ class GradientBuffers:
         target = state.gradient if block in self.in_ram else self.staging(block, staging)
         assert target is not None
         return split_gradient(target.copy_(rounded), state.layout)
-
-    def park(self, block: int, staging: int, *, is_sum: bool) -> Work:
-        """Return the write of what a staging buffer holds to the drives: a gradient, or a sum in fp32.
-
-        Raises:
-            MegatrainError: A drive has no room for it.
-        """
-        assert self._scratch is not None
-        key, scratch = (block, is_sum), self._scratch
-        if key not in self._parked:
-            self._parked[key] = [(span, scratch.take(len(span))) for span in self._spans(*key)]
-        places, buffer = self._parked[key], self._staging[staging]
-
-        def write() -> None:
-            for span, place in places:
-                scratch.write(place, buffer[span.start : span.stop])
-
-        return write
-
-    def unpark(self, block: int, staging: int, *, is_sum: bool) -> Work:
-        """Return the read of what waits on the drives into a staging buffer."""
-        return partial(self._read, block, is_sum, self._staging[staging])
-
-    def read_parked(self, block: int, *, is_sum: bool) -> Tensor:
-        """Return the uint8 gradient, or sum, that waits on the drives, in new memory."""
-        (*_, span) = self._spans(block, is_sum)
-        buffer = page_memory(span.stop)
-        self._read(block, is_sum, buffer)
-        layout = self._host.layouts[block]
-        return buffer[: 4 * layout.num_state if is_sum else layout.gradient_bytes]
-
-    def _spans(self, block: int, is_sum: bool) -> list[range]:
-        """Return the bytes of a block's gradient, or sum, that wait on drives, in whole pages."""
-        sizes = self._host.layouts[block].sizes
-        if is_sum:
-            return [range(pools.parked_sum(sizes))]
-        if self._num_ranks == 1:
-            return [range(pools.parked_gradient(sizes))]
-        return self.shares[block].gradient_pages(sizes.num_split)
-
-    def _read(self, block: int, is_sum: bool, buffer: Tensor) -> None:
-        assert self._scratch is not None
-        for span, place in self._parked[block, is_sum]:
-            what = "sum of gradients" if is_sum else "gradient"
-            self._scratch.read(place, buffer[span.start : span.stop], f"the {what} of block {block}")
 
     def _ring_bytes(self, *, adds_up: bool) -> int:
         return self._blocks.streamed.largest(pools.gradient_buffer, adds_up or self._adds_parts, self.room)

@@ -384,11 +384,18 @@ class Gradients:
 
     def park(self, block: int, staging: int, *, completes: bool) -> Work:
         """Return the write of a gradient, or of a sum, to the drives."""
-        return self.buffers.park(block, staging, is_sum=self.stays_wide(completes=completes))
+        return self.buffers.parked.park(
+            block, self.buffers.staging_buffer(staging), is_sum=self.stays_wide(completes=completes)
+        )
 
     def unpark(self, block: int, staging: int, *, completes: bool) -> Work:
         """Return the read of a gradient, or of a sum, from the drives."""
-        return self.buffers.unpark(block, staging, is_sum=self.stays_wide(completes=completes))
+        return partial(
+            self.buffers.parked.unpark,
+            block,
+            self.buffers.staging_buffer(staging),
+            is_sum=self.stays_wide(completes=completes),
+        )
 
     def settle_parked(self, block: int, *, completes: bool) -> None:
         """Note that a gradient, or a sum, waits on the drives."""
@@ -436,10 +443,10 @@ class Gradients:
         if home is Home.WAITING:
             found = state.gradient_of(entry, self.buffers.waiting(block))
         elif home is Home.PARKED:
-            found = state.gradient_of(entry, self.buffers.read_parked(block, is_sum=False))
+            found = state.gradient_of(entry, self.buffers.parked.read(block, is_sum=False))
         else:
             if home is Home.PARKED_SUM:
-                sums = self.buffers.read_parked(block, is_sum=True).view(torch.float32)
+                sums = self.buffers.parked.read(block, is_sum=True).view(torch.float32)
             else:
                 sums = self.buffers.sums(block) if home is Home.DEVICE else state.sum
             found = state.plane_of(sums, entry).to(entry.dtype)

@@ -89,13 +89,21 @@ class StateOnDrives:
 
     def write(self, block: int, buffer: int) -> Work:
         """Return the write of what an update has left in a buffer."""
-        self._num_writes += 1
 
-        def run() -> None:
+        def write() -> None:
             if self._ready[buffer]:  # not so in a step that is skipped
                 self._ready[buffer] = False
                 working = self.on_drives.holds_working(block)
                 self.on_drives.write(block, self._staging[buffer], working=working, is_own=True)
+
+        return self._write(write)
+
+    def _write(self, write: Callable[[], object]) -> Work:
+        """Return a write that the next commit expects; it ends when all ranks of the node have written."""
+        self._num_writes += 1
+
+        def run() -> None:
+            write()
             self.on_drives.meet("write")
             self._num_written += 1
 
@@ -124,15 +132,8 @@ class StateOnDrives:
 
     def write_piece(self, block: int, buffer: int, number: int) -> Work:
         """Return the write of such a piece."""
-        self._num_writes += 1
         piece, source = self._piece(block, buffer, number)
-
-        def run() -> None:
-            self.on_drives.store.write(piece.extent, source, is_own=True)
-            self.on_drives.meet("write")
-            self._num_written += 1
-
-        return run
+        return self._write(lambda: self.on_drives.store.write(piece.extent, source, is_own=True))
 
     def _piece(self, block: int, buffer: int, number: int) -> tuple[Piece, Tensor]:
         piece = self.on_drives.images[block].pieces[number]

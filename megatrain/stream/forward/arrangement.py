@@ -96,7 +96,7 @@ class Arrangement:
         directories = binding.host.on_drives.store.directories
         self.scratch = ScratchFiles(directories, rank=binding.ranks.rank) if directories else None
         """Room for saved activations on the drives, if there are any."""
-        self.parking = ScratchFiles(directories, rank=binding.ranks.rank) if directories else None
+        self.parking = ScratchFiles(directories, rank=binding.ranks.rank)
         """And for gradients that wait for the norm, or their sums for the next round."""
         self.shared = gradients_of(
             binding.ranks, self.host.layouts, lanes, binding.sequence, binding.optimizer
@@ -200,16 +200,12 @@ class Arrangement:
         buffers = GradientBuffers(
             lanes,
             host,
+            choice,
             residency,
-            choice.num_gradient_buffers,
             places_of(choice, blocks, host.layouts),
-            adds_parts=choice.outer_streams,
-            scratch=self.parking if "nvme" in (*choice.gradients, choice.sums) else None,
-            host_limit=self.binding.host_limit,
-            adds_on_host=choice.sums == "host",
-            room=self.binding.sums(choice).on_device,
-            shares=shares,
-            num_ranks=self.num_ranks,
+            self.binding.sums(choice).on_device,
+            shares,
+            self.parking,
         )
         self.gradients = Gradients(lanes, host, buffers, self.shared)
         parts = EngineParts(

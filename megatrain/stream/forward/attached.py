@@ -39,8 +39,6 @@ class Binding:
 
     blocks: list[Block]
     host: HostState
-    host_limit: int | None = None
-    """Bytes that the whole state may take."""
     optimizer: Optimizer = DEFAULT
     """The optimizer for whose state memory was planned."""
     runs: Runs = field(default_factory=Runs)

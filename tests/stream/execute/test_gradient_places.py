@@ -234,7 +234,7 @@ def test_a_damaged_gradient_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _, _, engine, optimizer = start("llama_tied", device="cpu", gradients=PARKED, tiers=on_drive(tmp_path))
     engine.forward_backward(make_batches(1))
     buffers = engine.arrangement.gradients.buffers
-    ((_, place),) = buffers._parked[2, False]
+    ((_, place),) = buffers.parked.places[2, False]
     place.sums[0] += 1
     with pytest.raises(
         CheckpointError, match=r"is damaged: chunk 0 of the gradient of block 2 .*gradients=host"

@@ -175,7 +175,7 @@ def test_a_damaged_sum_is_told(tmp_path: Path) -> None:
         "llama_tied", device="cpu", precision="bf16", sums="nvme", tiers=on_drive(tmp_path)
     )
     engine.forward_backward(make_batches(2))
-    ((_, place),) = engine.arrangement.gradients.buffers._parked[2, True]
+    ((_, place),) = engine.arrangement.gradients.buffers.parked.places[2, True]
     engine.model(**make_batches(1)[0]).loss.backward()  # what was complete is a sum again
     place.sums[0] += 1
     with pytest.raises(
