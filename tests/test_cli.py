@@ -20,7 +20,9 @@ from megatrain.cli.help import _MEANT, MOST_USED, _instead_of
 from megatrain.cli.importing import importing
 from megatrain.config import config_keys
 from megatrain.data.read.files import check_path
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError, ConfigError, DataError, DivergedError, MegatrainError, OutputError
+from megatrain.train.caller import Caller
 
 LOADS = "train: loading torch and transformers\n"
 """What a run says first."""
@@ -126,14 +128,19 @@ def test_an_option_that_there_is_not_is_a_setting(
         assert f"No such option: {option.partition('=')[0]}; {words}" in " ".join(shown.split())
 
 
+def require_caller(caller: Caller, cache: Path) -> None:
+    """Compare a run's caller with the command line on a machine that has measured nothing."""
+    folders = cache / "megatrain/counts", cache / "megatrain/data"
+    assert (caller.counts, caller.prepared, caller.measure) == (*folders, None)
+
+
 def test_train_from_flags(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
     files = ["--model", "m", "--data", "a.txt", "--data", "b.txt", "--out", "o"]
     numbers = ["--steps", "3", "--seq-len", "64", "--lr", "1e-3", "--precision", "bf16", "--device", "cpu"]
     assert run("train", *files, *numbers, "--resume", "no", "optim.weight_decay=0", "log.every=2") == 0
     ((name, config, options),) = calls
-    options.pop("progress")
-    folders = {"counts": tmp_path / "megatrain/counts", "prepared": tmp_path / "megatrain/data"}
-    assert (name, options) == ("train", {"resume": "no", "measure": None, "ranks": None, **folders})
+    require_caller(options.pop("caller"), tmp_path)
+    assert (name, options) == ("train", {"resume": "no", "ranks": ALONE})
     assert (config.model.path, config.data.path, config.out) == ("m", ("a.txt", "b.txt"), "o")
     assert (config.train.steps, config.data.seq_len, config.optim.lr) == (3, 64, 1e-3)
     assert (config.train.precision, config.train.device, config.checkpoint.resume) == ("bf16", "cpu", "no")
@@ -145,18 +152,12 @@ def test_train_from_a_file_with_overrides_and_flags(tmp_path: Path, calls: list[
     path.write_text("model: {path: m}\ndata: {path: d}\noptim: {lr: 1.0, eps: 1e-6}\n")
     assert run("train", str(path), "optim.lr=2.0", "--steps", "7") == 0
     ((_, config, options),) = calls
-    options.pop("progress")
+    require_caller(options.pop("caller"), tmp_path)
     assert (config.optim.lr, config.optim.eps, config.train.steps, options) == (
         2.0,
         1e-6,
         7,
-        {
-            "resume": "auto",
-            "measure": None,
-            "ranks": None,
-            "counts": tmp_path / "megatrain/counts",
-            "prepared": tmp_path / "megatrain/data",
-        },
+        {"resume": "auto", "ranks": ALONE},
     )
 
 

@@ -183,7 +183,7 @@ def losses_of_our_loop(data: Path, directory: Path, theirs: Recorded, *, lora: b
             "out": str(directory / "run"),
         }
     )
-    run = prepare(config, None, None)
+    run = prepare(config)
     for name, value in theirs.first.items():
         run.engine.host.put(name, value)
     run.engine.weights_changed()

@@ -22,11 +22,11 @@ from megatrain.cli import config as config_commands
 from megatrain.cli import data as data_commands
 from megatrain.cli import plan as plan_commands
 from megatrain.cli import runs as run_commands
-from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
+from megatrain.cli.folders import measured_file
 from megatrain.cli.help import Commands, SettingsCommand, show_all_keys
 from megatrain.cli.importing import importing
 from megatrain.cli.log import log_to_stderr, showing
-from megatrain.cli.machine import measure, planned_machine
+from megatrain.cli.machine import caller, planned_machine
 from megatrain.cli.plan import print_plan
 from megatrain.cli.ranks import join_ranks, leave_out_stacks, start_ranks
 from megatrain.distributed.processes import tell_launcher
@@ -199,28 +199,13 @@ def train(
             with importing():
                 from megatrain.train.commands.dry_run import dry_run as try_out
 
-            try_out(
-                config,
-                print,
-                measure=measure(),
-                counts=counts_folder(),
-                prepared=prepared_folder(),
-                progress=doing,
-            )
+            try_out(config, print, caller(doing))
             return
         with importing():
             from megatrain.train.loop import train as run
 
         with join_ranks(config, doing) as joined:
-            run(
-                config,
-                resume=config.checkpoint.resume,
-                measure=measure(),
-                counts=counts_folder(),
-                prepared=prepared_folder(),
-                progress=doing,
-                ranks=joined,
-            )
+            run(config, resume=config.checkpoint.resume, caller=caller(doing), ranks=joined)
 
 
 def _check_options(plan_only: bool, dry_run: bool, options: Mapping[str, object]) -> None:
@@ -245,33 +230,15 @@ def _print_own_plan(
     """Print the plan of a run, which may resume from a checkpoint or its drives, and end with its code."""
     with showing("plan") as doing:
         with importing():
-            from megatrain.config import set_keys
-            from megatrain.train.going_on import find_checkpoint
+            from megatrain.train.going_on import find_checkpoint, point_of
             from megatrain.train.planning.asking import Reads
             from megatrain.train.records.directory import RunDirectory
-            from megatrain.train.resume.state_commits import find_commit, held_by, layout_of
+            from megatrain.train.resume.state_commits import held_by
 
         resume, directory = config.checkpoint.resume, RunDirectory(Path(config.out))
         found = find_checkpoint(directory, resume, digests=False)
-        goes_on: tuple[Path | None, Mapping[str, Any]] | None
-        goes_on = None if found is None else (found[0], found[1].meta)
-        saved = -1 if found is None else found[1].step
-        held = [held_by(config)] if resume == "auto" else []
-        if held and (commit := find_commit(config, is_run=directory.is_run, held=held, saved=saved)):
-            goes_on = (None if found is None else found[0], commit.meta)
-            layout = {f"memory.{key}": value for key, value in layout_of(commit.meta, config).items()}
-            raw = set_keys(raw, list(layout.items()))
-        print_plan(
-            raw,
-            machine,
-            doing,
-            shown={},
-            source=source,
-            counts=counts_folder(),
-            prepared=prepared_folder(),
-            reads=Reads.ALL,
-            goes_on=goes_on,
-        )
+        point = point_of(config, directory, found, [held_by(config)] if resume == "auto" else [])
+        print_plan(raw, machine, caller(doing), shown={}, source=source, reads=Reads.ALL, point=point)
 
 
 def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
@@ -305,7 +272,7 @@ def trace(
         from megatrain.train.commands.trace import trace as run
 
         with join_ranks(config, doing) as joined:
-            reports = run(config, out, steps=steps, progress=doing, ranks=joined)
+            reports = run(config, out, steps=steps, caller=caller(doing), ranks=joined)
     if joined.rank == 0:
         print(f"{describe(reports)}\n{out}")
 

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.cli.folders import measured_file
+from megatrain.cli.folders import counts_folder, measured_file, prepared_folder
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatrain.hardware import HardwareSpec
+    from megatrain.train.caller import Caller, Progress
     from megatrain.train.planning.asking import OwnMachine
 
 
@@ -25,6 +26,13 @@ def measure() -> Callable[[], HardwareSpec] | None:
     from megatrain.doctor import this_machine
 
     return partial(this_machine, measured_file(), None)
+
+
+def caller(progress: Progress) -> Caller:
+    """Return a caller with the folders of this user and the measurement of this machine."""
+    from megatrain.train.caller import Caller
+
+    return Caller(counts=counts_folder(), prepared=prepared_folder(), measure=measure(), progress=progress)
 
 
 def planned_machine(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -17,6 +17,7 @@ from megatrain.recipes import place, shapes
 
 if TYPE_CHECKING:
     from megatrain.hardware import HardwareSpec
+    from megatrain.train.caller import Caller
     from megatrain.train.planning.asking import OwnMachine
 
 
@@ -89,33 +90,31 @@ def plan(
         given["optim.max_grad_norm"] = 1.0 if clip else None
     from megatrain.config import combine_settings
     from megatrain.config.sizes import parse_tokens
+    from megatrain.train.caller import Caller
 
     raw, source = combine_settings(arguments or [], given)
     asked: dict[str, Any] = {
         "source": source or "command line",
         "hf_config": None if hf_config is None else Path(place(hf_config, shapes())),
-        "counts": counts_folder(),
-        "prepared": prepared_folder(),
     }
     num_tokens = None if tokens is None else parse_tokens(tokens)
     with showing("plan") as progress:
+        asking = Caller(counts=counts_folder(), prepared=prepared_folder(), progress=progress)
         if scale:
             from megatrain.train.planning.scale import plan_scale, scale_report
 
-            found = plan_scale(
-                raw, planned_machine(machine, ram, nvme, gpus=gpus), progress=progress, **asked
-            )
+            found = plan_scale(raw, planned_machine(machine, ram, nvme, gpus=gpus), caller=asking, **asked)
             print(scale_report(found, as_json=as_json))
             raise typer.Exit(0 if found.fits else CapacityError.exit_code)
         shown = {"price_per_hour_usd": price_per_hour, "as_json": as_json, "explains": explain}
         whole = planned_machine(machine, ram, nvme, gpus=gpus, nodes=nodes)
-        print_plan(raw, whole, progress, shown=shown, tokens=num_tokens, **asked)
+        print_plan(raw, whole, asking, shown=shown, tokens=num_tokens, **asked)
 
 
 def print_plan(
     raw: Mapping[str, Any],
     machine: HardwareSpec | OwnMachine,
-    progress: Callable[[str], object],
+    caller: Caller,
     *,
     shown: Mapping[str, Any],
     **asked: Any,
@@ -125,13 +124,13 @@ def print_plan(
     Args:
         raw: The settings as nested keys.
         machine: The machine to plan for.
-        progress: The function that is told of each slow operation before it begins.
+        caller: The folders that are kept between plans, and the function that shows progress.
         shown: The further arguments of `report`.
         asked: The further arguments of `plan_run`.
     """
     from megatrain.train.planning.plan_report import report
     from megatrain.train.planning.plan_run import plan_run
 
-    planned = plan_run(raw, machine, progress=progress, **asked)
-    print(report(planned, progress=progress, **shown))
+    planned = plan_run(raw, machine, caller=caller, **asked)
+    print(report(planned, progress=caller.progress, **shown))
     raise typer.Exit(planned.verdict.exit_code)  # the report has said why, and what would help

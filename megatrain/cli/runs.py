@@ -109,9 +109,8 @@ def eval_(
 
     The newest checkpoint is taken (with eval.load_best, the best one), in the run's settings.
     """
-    from megatrain.cli.folders import counts_folder, prepared_folder
     from megatrain.cli.log import showing
-    from megatrain.cli.machine import measure
+    from megatrain.cli.machine import caller
 
     with showing("eval") as doing:
         doing.at_once("loading torch and transformers")
@@ -122,10 +121,7 @@ def eval_(
             run,
             data,
             overrides or [],
-            measure=measure(),
-            counts=counts_folder(),
-            prepared=prepared_folder(),
-            progress=doing,
+            caller(doing),
         )
     if as_json:
         print(json.dumps({one.name: dict(one.numbers) for one in found}))

@@ -389,7 +389,8 @@ def part_of(
         sums = choice.given.get("sums", "device")
         if sums != "device":
             raise ConfigError(
-                f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one rank"
+                f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one "
+                "rank"
             )
         choice = replace(choice, sums="device")
     if batch is None:

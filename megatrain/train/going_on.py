@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.checkpoint.format import MANIFEST_NAME, Manifest
@@ -12,6 +13,8 @@ from megatrain.errors import CheckpointError, OutputError, os_errors
 from megatrain.train.evaluate.standing import Standing
 from megatrain.train.outputs.export import best_step, find_best, is_exported
 from megatrain.train.records.directory import RunDirectory
+from megatrain.train.resume.point import ResumePoint
+from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.shards import decided_shards
 
 _log = logging.getLogger(__name__)
@@ -57,6 +60,28 @@ def find_checkpoint(
             "give another directory with --out, or remove the later checkpoints"
         )
     return path, verify(path, digests=digests)
+
+
+def point_of(
+    config: Config,
+    directory: RunDirectory,
+    found: tuple[Path, Manifest] | None,
+    held: Sequence[Sequence[int]],
+) -> ResumePoint:
+    """Return the point from which a run resumes, for which a commit on its drives may be newest.
+
+    Args:
+        config: The settings of the run.
+        directory: The directory of the run.
+        found: The result of `find_checkpoint`.
+        held: The steps on the drives of every node, as in `find_commit`; empty if drives are not looked at.
+
+    Raises:
+        CheckpointError: `find_commit` raises it.
+    """
+    path, saved, step = (None, None, -1) if found is None else (found[0], found[1].meta, found[1].step)
+    commit = find_commit(config, is_run=directory.is_run, held=held, saved=step) if held else None
+    return ResumePoint(checkpoint=path, saved=saved, committed=None if commit is None else commit.meta)
 
 
 def check_start(config: Config, num_ranks: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,10 @@ from megatrain.config import Config
 from megatrain.config.sizes import counted
 from megatrain.config.types import steps_between
 from megatrain.distributed.alone import ALONE, Alone
-from megatrain.stream.machine import Measure
 from megatrain.train.callbacks.named import trackers
+from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.endings import end_early, refuse_failed_callback, stop_flag
-from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finished
+from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import (
@@ -37,7 +37,8 @@ from megatrain.train.records.metrics import MetricsLog
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.resume.changes import changed_settings
-from megatrain.train.resume.state_commits import find_commit, held_by_nodes
+from megatrain.train.resume.point import ResumePoint
+from megatrain.train.resume.state_commits import held_by_nodes
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
@@ -56,11 +57,8 @@ def train(
     config: Config,
     *,
     resume: str = "auto",
-    measure: Measure | None = None,
-    counts: Path | None = None,
-    prepared: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-    progress: Callable[[str], object] = _log.debug,
+    caller: Caller = NOBODY,
     ranks: Ranks | Alone | None = None,
 ) -> Path:
     """Train or resume training, and leave the model in `hf/` of the run directory.
@@ -68,11 +66,8 @@ def train(
     Args:
         config: The complete and checked settings.
         resume: The wish: `auto`, `no`, or the path of a checkpoint.
-        measure: The function that measures this machine for the plan, as in `machine_for`.
-        counts: The folder in which counts of models are kept for the next plan; None keeps none.
-        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
         callbacks: The callbacks, of transformers' Trainer, which are called after those of `log.to`.
-        progress: The function that is told of slow operations, and given an empty text as steps begin.
+        caller: The folders that are kept between runs, and the functions that measure and show progress.
         ranks: The ranks that train together, of which this process is one; None for a single process.
 
     Returns:
@@ -85,7 +80,7 @@ def train(
     directory, ranks = RunDirectory(Path(config.out)), ranks or ALONE
     held = held_by_nodes(config, ranks)
     if ranks.rank > 0:
-        _follow(config, ranks, prepared)
+        _follow(config, ranks, caller)
         return directory.path
     directory.check()
     with directory.lock():
@@ -102,40 +97,31 @@ def train(
                 )
             ranks.tell(None)
             return directory.path
-        committed = None
-        if resume == "auto":
-            saved = -1 if found is None else step
-            commit = find_commit(config, is_run=directory.is_run, held=held, saved=saved)
-            committed = None if commit is None else commit.meta
-        checkpoint, meta = (None, None) if found is None else (found[0], found[1].meta)
+        point = point_of(config, directory, found, held if resume == "auto" else [])
+        checkpoint = point.checkpoint
         is_own = checkpoint is not None and checkpoint.resolve().parent == directory.checkpoints.resolve()
         own = checkpoint if is_own else None
-        config = with_shards(config, ranks.size, committed or meta)
+        config = with_shards(config, ranks.size, point.record)
         ranks.tell(
             {
                 "checkpoint": None if checkpoint is None else str(checkpoint),
-                "meta": meta,
+                "saved": point.saved,
                 "fingerprint": None if found is None else fingerprint(found[1]),
-                "committed": committed,
+                "committed": point.committed,
                 "shards": config.parallel.shards,
             }
         )
         members = [*trackers(config.log.to, directory.path), *callbacks]
         run = prepare(
             config,
-            checkpoint,
-            meta,
-            committed,
-            measure=measure,
-            counts=counts,
-            prepared=prepared,
-            references=_references(config, prepared),
+            point,
+            caller,
+            references=caller.references(config),
             show=_log.info,
             callbacks=members,
-            progress=progress,
             ranks=ranks,
         )
-        progress("")
+        caller.progress("")
         read_alone(ranks, run.engine)
         if checkpoint is not None and not is_own:
             choose_best_anew(run.evaluator.standing, checkpoint.parent)
@@ -166,27 +152,21 @@ def train(
     return directory.path
 
 
-def _references(config: Config, prepared: Path | None) -> Path:
-    """Return the folder in which log-probabilities of reference models are kept."""
-    return Path(config.data.cache or prepared or Path(config.out) / "reference")
-
-
-def _follow(config: Config, ranks: Ranks | Alone, prepared: Path | None) -> None:
+def _follow(config: Config, ranks: Ranks | Alone, caller: Caller) -> None:
     """Take the steps that the first rank orders."""
     found = ranks.tell()
     if found is None:
         return
-    parallel = config.parallel.model_copy(update={"shards": found["shards"]})
+    named, shards = (found.pop(name) for name in ("fingerprint", "shards"))
     checkpoint = None if found["checkpoint"] is None else Path(found["checkpoint"])
     if checkpoint is not None:
-        require_checkpoint(ranks, checkpoint, found["fingerprint"])
+        require_checkpoint(ranks, checkpoint, named)
+    parallel = config.parallel.model_copy(update={"shards": shards})
     run = prepare(
         config.model_copy(update={"parallel": parallel}),
-        checkpoint,
-        found["meta"],
-        found["committed"],
-        prepared=prepared,
-        references=_references(config, prepared),
+        ResumePoint(**{**found, "checkpoint": checkpoint}),
+        Caller(prepared=caller.prepared),
+        references=caller.references(config),
         ranks=ranks,
     )
     with signals_ignored():

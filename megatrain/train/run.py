@@ -29,10 +29,10 @@ from megatrain.model.check import read_checked
 from megatrain.model.liger import uses_liger
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
-from megatrain.stream.machine import Measure
 from megatrain.stream.optimizer import StreamedOptimizer
 from megatrain.train.adapters import base_of, check_base, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
+from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.inputs import Packer
@@ -49,6 +49,7 @@ from megatrain.train.ranks import agreed, described, in_turn, require_same_run, 
 from megatrain.train.records.events import EventLog
 from megatrain.train.records.shareable import shareable
 from megatrain.train.resume.changes import report_changes
+from megatrain.train.resume.point import NEW_RUN, ResumePoint
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, tiers_of
 from megatrain.train.run_data import make_eval_sets, make_loader, read_data
@@ -211,17 +212,12 @@ class Run:
 
 def prepare(
     config: Config,
-    checkpoint: Path | None,
-    meta: Mapping[str, Any] | None,
-    committed: Mapping[str, Any] | None = None,
+    point: ResumePoint = NEW_RUN,
+    caller: Caller = NOBODY,
     *,
-    measure: Measure | None = None,
-    counts: Path | None = None,
-    prepared: Path | None = None,
     references: Path | None = None,
     show: Callable[[str], object] = _log.debug,
     callbacks: Sequence[TrainerCallback] = (),
-    progress: Callable[[str], object] = _log.debug,
     ranks: Ranks | Alone = ALONE,
 ) -> Run:
     """Make everything that a run needs, from a checkpoint or a commit on drives if there is one.
@@ -230,27 +226,22 @@ def prepare(
 
     Args:
         config: The complete and checked settings.
-        checkpoint: The checkpoint to resume from, or None.
-        meta: The record of its manifest.
-        committed: The record of the commit to resume from, instead of a checkpoint.
-        measure: The measurement of the machine, as in `machine_for`.
-        counts: The folder in which counts of models are kept, as in `plan_run`.
-        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
+        point: The point from which the run resumes.
+        caller: The folders that are kept between runs, and the functions that measure and show progress.
         references: The folder in which log-probabilities of reference models are kept; None compares answers
             with nothing, where only times are measured.
         show: The function that is given the lines of `start_lines`, before memory is taken.
         callbacks: The callbacks, of transformers' Trainer, which the run calls.
-        progress: The function that is told of each slow operation before it begins.
         ranks: The ranks that train together; the first one plans, and reads weights and state.
 
     Raises:
         MegatrainError: The subclass says what is wrong with the model, the data, the configuration or the
             fit.
     """
-    given, earlier = config, meta if committed is None else committed
+    given, checkpoint, earlier = config, point.checkpoint, point.record
     if earlier is not None:
         config = as_begun(config, earlier["config"])
-    asked, config = config, laid_out_as(committed, config)
+    asked, config = config, laid_out_as(point.committed, config)
     device = compute_device(config.train.device)
     if config.train.deterministic:
         set_environment(device)  # this comes before the first product, in `measure_peak`
@@ -258,38 +249,37 @@ def prepare(
     with in_turn(ranks):  # the first rank prepares the data, or fails; the others read them
         base = check_base(config, earlier)
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
-        progress("reading the model's configuration, and checking its files")
+        caller.progress("reading the model's configuration, and checking its files")
         is_random = checkpoint is None and config.model.init == "random"
-        model_config = read_checked(source, has_weights=not is_random and committed is None)
-        progress("reading and tokenising the data")
+        model_config = read_checked(source, has_weights=not is_random and point.committed is None)
+        caller.progress("reading and tokenising the data")
         day = None if earlier is None else earlier["data"].get("day")
-        data = read_data(config, model_config, checkpoint=checkpoint, folder=prepared, day=day)
+        data = read_data(config, model_config, checkpoint=checkpoint, folder=caller.prepared, day=day)
         config, tokenizer, num_steps = data.config, data.tokenizer, data.num_steps
         for line in data.packed.notes():
             show(line)
-        packer = Packer(config, tokenizer, model_config, prepared, data.packed.day)
+        packer = Packer(config, tokenizer, model_config, caller.prepared, data.packed.day)
         held_out = packer.evaluation(data.packed)
         if (warmup := config.optim.warmup_steps) > num_steps:
             steps = counted(num_steps, "step")
             raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {steps}; use fewer")
-    model_counts = ready_to_plan(config, source, model_config, data.packed.packing, counts, progress)
+    model_counts = ready_to_plan(config, source, model_config, data.packed.packing, caller)
     planned = None
     settle_ranks(config, ranks)
     if ranks.rank == 0:
         of_run = {"num_steps": num_steps, "earlier": earlier, "given": given}
-        planned = plan_memory(config, model_counts, measure, ranks, lately=Lately(counts), **of_run)
+        planned = plan_memory(
+            config, model_counts, caller.measure, ranks, lately=Lately(caller.counts), **of_run
+        )
         config = smallest_micro_batches(config) if planned is None else planned.config
         for line in start_lines(
             config,
             planned,
-            data=data.packed.describe(),
-            padding=data.packed.padding,
-            num_steps=num_steps,
+            data,
             first_step=0 if earlier is None else int(earlier["step"]),
             now=datetime.now(),
             ranks=described(ranks, config.parallel.shards),
             evaluated=[len(rows) for rows, _ in held_out.values()],
-            judged=len(data.rows) if config.objective.has_reference else 0,
         ):
             show(line)
     choice, planned_tokens = config.choice, 0
@@ -309,23 +299,26 @@ def prepare(
     reference = reference_for(config, (loader.rows, *evaluator.rows), references)
     if reference is not None and earlier is not None:
         reference.check(earlier)
-    progress("loading the model")
+    caller.progress("loading the model")
     facts = {"data": loader.state(), "steps": num_steps, "model": model_config.to_dict()}
     require_same_run(ranks, config, facts)
     vocab_size = model_config.get_text_config().vocab_size if config.model.new_tokens else None
     if reference is not None and earlier is not None:
         if ranks.rank == 0 and not reference.is_kept:
-            progress("computing the reference with the model that the run began with")
+            caller.progress("computing the reference with the model that the run began with")
             reference.fill(lambda: engine_of_base(config, choice, vocab_size, planned_tokens))
             gc.collect()  # the run needs its memory now
         ranks.meet("orders")  # the others wait here for as long as that takes
-    with memory_told(config, planned, "while the model was loaded"), sound_checkpoint_named(checkpoint, meta):
+    with (
+        memory_told(config, planned, "while the model was loaded"),
+        sound_checkpoint_named(checkpoint, point.saved),
+    ):
         engine = make_engine(
             config,
             choice,
             model_config if is_random else source,
             adapter=None if base is None else checkpoint,
-            committed=committed,
+            committed=point.committed,
             vocab_size=vocab_size,
             ranks=ranks,
             planned_tokens=planned_tokens,
@@ -376,9 +369,9 @@ def prepare(
         run.elastic = Elastic(engine, planned.request, planned.plan)
     if earlier is not None:
         report_changes(config, earlier, model_config)
-    if committed is not None:
-        run.restore_position(committed)
+    if point.committed is not None:
+        run.restore_position(point.committed)
     elif checkpoint is not None:
-        assert meta is not None
-        run.restore(checkpoint, meta)
+        assert point.saved is not None
+        run.restore(checkpoint, point.saved)
     return run

@@ -18,6 +18,7 @@ from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store import on_drives
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Placement
+from megatrain.train.caller import Caller
 from megatrain.train.loop import train
 from tests.checkpoint.faults import Watched
 from tests.store.disks import Counted, Failing, Killed
@@ -93,7 +94,7 @@ def train_run(
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4, "gather": "on"}, **sections)
     if plans:
-        return str(train(config, ranks=ranks, counts=Path(root)))
+        return str(train(config, ranks=ranks, caller=Caller(counts=Path(root))))
     with patch("megatrain.train.run.plan_memory", return_value=None):
         return str(train(config, ranks=ranks))
 
@@ -122,7 +123,7 @@ def train_at_defaults(
         optim={"warmup_steps": 0},
     )
     with patch("megatrain.train.planning.micro_batches.fastest", lambda requests: requests[likes]):
-        run = train(config, resume=resume, counts=Path(root), ranks=ranks)
+        run = train(config, resume=resume, caller=Caller(counts=Path(root)), ranks=ranks)
     newest = newest_whole(run / "checkpoints", warn=lambda *_: None, digests=False)
     assert newest is not None
     saved = newest[1].meta["config"]["train"]

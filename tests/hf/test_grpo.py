@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def test_what_cannot_be_done_while_weights_stream_is_refused(
 def test_several_processes_are_refused() -> None:
     """Each would draw completions of its own."""
     trainer: Any = StreamingGRPOTrainer.__new__(StreamingGRPOTrainer)
-    trainer._ranks = object()
+    trainer._ranks = SimpleNamespace(size=2)
     with pytest.raises(ConfigError, match="StreamingGRPOTrainer trains in one process"):
         trainer._require_same()
 

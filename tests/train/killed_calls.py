@@ -26,6 +26,7 @@ from megatrain import files
 from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.data.tokenizer import train_tokenizer
+from megatrain.train.caller import Caller
 from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
 from megatrain.train.spikes import Spikes
@@ -105,7 +106,8 @@ def attempt(root: Path, out: str, kind: str, number: int) -> int:
     try:
         calls: list[str] = []
         dies_at(number, calls)
-        train(settings_of(root, out, kind), callbacks=[Counting()], counts=root, prepared=root / "prepared")
+        caller = Caller(counts=root, prepared=root / "prepared")
+        train(settings_of(root, out, kind), callbacks=[Counting()], caller=caller)
         (root / "calls.json").write_text(json.dumps(calls))
         code = 0
     finally:

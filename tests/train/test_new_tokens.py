@@ -75,7 +75,7 @@ def resident(path: Path, rows: int) -> PreTrainedModel:
 @pytest.mark.parametrize(("model", "lora"), [("untied", False), ("tied", True)])
 def test_new_rows_are_trained_as_resident_ones(model: str, lora: bool, root: Path) -> None:
     config = config_of(root, model, "unwritten", lora=lora)
-    run = prepare(config, None, None)
+    run = prepare(config)
     reference_model = resident(root / model, len(run.tokenizer))
     own = dict(run.engine.named_masters())
     begin = own["model.embed_tokens.weight"].clone()
@@ -167,4 +167,4 @@ def test_a_file_of_tokens_that_is_none_is_refused(text: str | None, words: str, 
         file.write_text(text)
     config = config_of(root, "untied", "refused", lora=False, model={"new_tokens": str(file)})
     with pytest.raises(megatrain.MegatrainError, match=words):
-        prepare(config, None, None)
+        prepare(config)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from megatrain.config import Config
 from megatrain.hardware import GIB, resident_bytes
-from megatrain.stream.machine import Measure
 from megatrain.stream.report import StepReport
+from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.resume.state_commits import drives_apart
 from megatrain.train.run import Run, prepare
@@ -28,33 +26,26 @@ _LANES = {
 def dry_run(
     config: Config,
     show: Callable[[str], object],
-    *,
-    measure: Measure | None = None,
-    counts: Path | None = None,
-    prepared: Path | None = None,
-    progress: Callable[[str], object] = lambda doing: None,
+    caller: Caller = NOBODY,
 ) -> None:
     """Plan a run, take two steps of it, and show both side by side; nothing is written.
 
     Args:
         config: The settings of a run; its `out` is neither read nor written.
         show: The function that is given the lines.
-        measure: The measurement of the machine, as in `machine_for`.
-        counts: The folder of model counts, as in `prepare`.
-        prepared: The folder of prepared data, as in `prepare`.
-        progress: The function that is told of each slow operation before it begins.
+        caller: The folders that are kept between runs, and the functions that measure and show progress.
 
     Raises:
         MegatrainError: `prepare` raises it.
     """
     with drives_apart(config) as apart:  # the run's own commits stay as they are
-        _try(apart, show, measure=measure, counts=counts, prepared=prepared, progress=progress)
+        _try(apart, show, caller)
 
 
-def _try(config: Config, show: Callable[[str], object], **given: Any) -> None:
-    began, progress = resident_bytes(), given["progress"]
-    run = prepare(config, None, None, **given)
-    progress("taking two steps")
+def _try(config: Config, show: Callable[[str], object], caller: Caller) -> None:
+    began = resident_bytes()
+    run = prepare(config, caller=caller)
+    caller.progress("taking two steps")
     try:
         train_step(run)  # the first step allocates, compiles, and touches memory for the first time
         row = train_step(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from megatrain.config.sections.config import Config
 from megatrain.errors import ConfigError
 from megatrain.model.weights.skeleton import read_config
 from megatrain.objective.registry import DEFAULT, OBJECTIVES
-from megatrain.stream.machine import Measure
 from megatrain.train.adapters import check_base
+from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.engine import make_engine
 from megatrain.train.evaluate.losses import Evaluation, evaluate
 from megatrain.train.inputs import Packer, choose_tokenizer, is_on_cpu
@@ -30,11 +30,7 @@ def evaluate_run(
     run: Path,
     data: Sequence[str],
     overrides: Sequence[str] = (),
-    *,
-    measure: Measure | None = None,
-    counts: Path | None = None,
-    prepared: Path | None = None,
-    progress: Callable[[str], object] = lambda doing: None,
+    caller: Caller = NOBODY,
 ) -> list[Evaluation]:
     """Evaluate the newest model of a run on each file separately.
 
@@ -45,10 +41,7 @@ def evaluate_run(
         run: The run directory.
         data: The files, directories or hub ids.
         overrides: The overrides of the run's settings, as `section.key=value`.
-        measure: The measurement of the machine, as in `machine_for`.
-        counts: The folder in which counts of models are kept; None keeps none.
-        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
-        progress: The function that is told of each slow operation before it begins.
+        caller: The folders that are kept between runs, and the functions that measure and show progress.
 
     Raises:
         CheckpointError: There is no run, or it has no whole checkpoint.
@@ -61,15 +54,17 @@ def evaluate_run(
     base = check_base(config, meta)
     source = str(checkpoint) if base is None else config.model.path
     model_config = read_config(source)
-    progress("reading and tokenising the data")
+    caller.progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
-    packed = Packer(config, tokenizer, model_config, prepared, meta["data"].get("day")).evaluation(None)
+    packed = Packer(config, tokenizer, model_config, caller.prepared, meta["data"].get("day")).evaluation(
+        None
+    )
     reference_for(config, [rows for rows, _ in packed.values()], None)
     (_, packing), *_ = packed.values()
-    counted = ready_to_plan(config, source, model_config, packing, counts, progress)
+    counted = ready_to_plan(config, source, model_config, packing, caller)
     with drives_apart(config) as apart:
-        planned = plan_memory(apart, counted, measure)
-        progress("loading the model")
+        planned = plan_memory(apart, counted, caller.measure)
+        caller.progress("loading the model")
         engine = make_engine(
             apart,
             apart.choice if planned is None else planned.plan.choice,
@@ -79,7 +74,7 @@ def evaluate_run(
             planned_tokens=0 if planned is None else planned.plan.tokens_together,
         )
         try:
-            progress("evaluating")
+            caller.progress("evaluating")
             return evaluate(engine, make_eval_sets(apart, packed), most_batches=config.eval.batches)
         finally:
             engine.close(removes=True)

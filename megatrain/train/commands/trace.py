@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import KINDS
 from megatrain.stream.lanes import Record, Span, Wait
 from megatrain.stream.report import StepReport
+from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.records.metrics import format_bytes
 from megatrain.train.report.runs import table
 from megatrain.train.resume.state_commits import drives_apart
@@ -45,7 +46,7 @@ def trace(
     out: Path,
     *,
     steps: int = 2,
-    progress: Callable[[str], object] = lambda doing: None,
+    caller: Caller = NOBODY,
     ranks: Ranks | Alone = ALONE,
 ) -> list[StepReport]:
     """Run one step to warm up and `steps` more, and write the trace of the latter.
@@ -57,7 +58,7 @@ def trace(
         config: The settings of a run; its `out` is neither read nor written.
         out: The JSON file to write.
         steps: The number of steps to trace.
-        progress: The function that is told of each slow operation before it begins.
+        caller: The folders that are kept between runs, and the functions that measure and show progress.
         ranks: The ranks that train together.
 
     Returns:
@@ -73,14 +74,12 @@ def trace(
         _check_writable(out)
     config = with_shards(config, ranks.size, None)
     with drives_apart(config) as apart:
-        return _trace(apart, out, steps, progress, ranks)
+        return _trace(apart, out, steps, caller, ranks)
 
 
-def _trace(
-    config: Config, out: Path, steps: int, progress: Callable[[str], object], ranks: Ranks | Alone
-) -> list[StepReport]:
-    run = prepare(config, None, None, progress=progress, ranks=ranks)
-    progress(f"taking {1 + steps} steps")
+def _trace(config: Config, out: Path, steps: int, caller: Caller, ranks: Ranks | Alone) -> list[StepReport]:
+    run = prepare(config, caller=caller, ranks=ranks)
+    caller.progress(f"taking {1 + steps} steps")
     meter = run.engine.meter
     records: list[Record] = []
     reports, began_s = [], []

@@ -24,10 +24,12 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.request import Request
-from megatrain.train.planning.counting import PlannedModel, Progress, device_type
+from megatrain.train.caller import NOBODY, Caller
+from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.micro_batches import with_fastest_size
+from megatrain.train.resume.point import NEW_RUN, ResumePoint
 from megatrain.train.shards import with_shards
 
 if TYPE_CHECKING:
@@ -98,11 +100,9 @@ def ask(
     *,
     source: str,
     hf_config: Path | None = None,
-    counts: Path | None = None,
-    prepared: Path | None = None,
     reads: Reads = Reads.HERE,
-    goes_on: tuple[Path | None, Mapping[str, Any]] | None = None,
-    progress: Progress = lambda doing: None,
+    point: ResumePoint = NEW_RUN,
+    caller: Caller = NOBODY,
 ) -> Asked:
     """Read the settings and the data to be planned, and count the model.
 
@@ -111,12 +111,9 @@ def ask(
         machine: The machine; the batch is that of all of its GPUs.
         source: The origin of the settings, which is named in every problem.
         hf_config: A file like a model directory's config.json; None takes that of `model.path`.
-        counts: The folder in which counts of models are kept; None counts the model anew.
-        prepared: The folder in which prepared data is kept; None keeps it only in `data.cache`.
         reads: The data that are looked at.
-        goes_on: The checkpoint from which the run resumes, if any, and its manifest's record, or the newer
-            commit on its drives; None for a new run.
-        progress: The function that is told of each slow operation before it begins.
+        point: The point from which the run resumes.
+        caller: The folders that are kept between plans, and the function that shows progress.
 
     Raises:
         ConfigError: A setting is wrong, or settings exclude each other.
@@ -125,13 +122,17 @@ def ask(
     """
     place = str(hf_config) if hf_config is not None else _model_path(raw)
     raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
-    model = PlannedModel(place, counts, progress)
+    model = PlannedModel(place, caller.counts, caller.progress)
     given = config = build_config(raw, source=source)
-    checkpoint, meta = (None, None) if goes_on is None else goes_on
+    meta = point.record
     if meta is not None:
         config = as_begun(config, meta["config"])
+    if point.committed is not None:
+        from megatrain.train.resume.state_commits import laid_out_as
+
+        config = laid_out_as(point.committed, config)
     if config.model.new_tokens:
-        model = PlannedModel(place, None, progress, with_new_tokens(config, model))
+        model = PlannedModel(place, None, caller.progress, with_new_tokens(config, model))
     is_own = isinstance(machine, OwnMachine)
     on_cpu = machine.is_cpu(config) if isinstance(machine, OwnMachine) else not machine.has_accelerator
     config = with_rows(config, context=model.context, on_cpu=on_cpu)
@@ -139,18 +140,24 @@ def ask(
     data, notes = None, []
     why_not = _why_no_data(config, reads)
     if why_not is None:
-        progress("reading and tokenising the data")
+        caller.progress("reading and tokenising the data")
         from megatrain.train.run_data import read_data
 
         day = None if meta is None else meta["data"].get("day")
-        data = read_data(config, model.config, checkpoint=checkpoint, folder=prepared, day=day, on_cpu=on_cpu)
-        model = PlannedModel(
-            place, None if config.model.new_tokens else counts, progress, model.config, data.packed.packing
+        data = read_data(
+            config,
+            model.config,
+            checkpoint=point.checkpoint,
+            folder=caller.prepared,
+            day=day,
+            on_cpu=on_cpu,
         )
+        counts = None if config.model.new_tokens else caller.counts
+        model = PlannedModel(place, counts, caller.progress, model.config, data.packed.packing)
     elif why_not:
         notes.append(f"{why_not}, so the run is planned as one with enough of them")
     config = with_step(config, on_cpu=on_cpu, num_rows=None) if data is None else data.config
-    lately = Lately(counts)
+    lately = Lately(caller.counts)
     spec = machine.spec(config, lately) if isinstance(machine, OwnMachine) else machine
     config = with_shards(config, spec.num_ranks, meta)
     began_s = time.perf_counter()

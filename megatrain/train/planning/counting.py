@@ -19,14 +19,12 @@ from megatrain.data.context import context_length
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.kept import KeptCounts, anatomy_json, key_of, read_anatomy
+from megatrain.train.caller import Progress
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
-
-Progress = Callable[[str], object]
-"""A function that is told in a few words of each slow operation before it begins."""
 
 
 class PlannedModel:

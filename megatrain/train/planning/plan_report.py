@@ -17,7 +17,7 @@ from megatrain.plan.cost.economics import Economics, economics
 from megatrain.plan.search.enough import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
-from megatrain.train.planning.counting import Progress
+from megatrain.train.caller import Progress
 from megatrain.train.planning.plan_json import plan_json, policy
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.records.metrics import format_count, format_duration

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
@@ -26,10 +25,11 @@ from megatrain.plan.search.request import Request
 from megatrain.plan.search.small_step import larger_step
 from megatrain.plan.search.verdict import Verdict, judge
 from megatrain.plan.search.wear import spare_drives
+from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.planning.asking import OwnMachine, ask
-from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.records.metrics import format_count
+from megatrain.train.resume.point import NEW_RUN, ResumePoint
 
 _TOKENS = 10**9
 
@@ -69,8 +69,8 @@ def plan_run(
     machine: HardwareSpec | OwnMachine,
     *,
     tokens: int | None = None,
-    goes_on: tuple[Path | None, Mapping[str, Any]] | None = None,
-    progress: Progress = lambda doing: None,
+    point: ResumePoint = NEW_RUN,
+    caller: Caller = NOBODY,
     **given: Any,
 ) -> Planned:
     """Plan a run in which every GPU of the machine is a rank; other arguments and errors are those of `ask`.
@@ -79,36 +79,35 @@ def plan_run(
         raw: The settings, as in `ask`.
         machine: The machine, as in `ask`.
         tokens: The number of tokens to train on; None takes those left, or 1e9 if there are no steps.
-        goes_on: The point from which the run resumes, as in `ask`.
-        progress: The function that is told of slow operations, as in `ask`.
+        point: The point from which the run resumes.
+        caller: The folders and the progress, as in `ask`.
         given: The other arguments of `ask`.
     """
-    asked = ask(raw, machine, goes_on=goes_on, progress=progress, **given)
+    asked = ask(raw, machine, point=point, caller=caller, **given)
     gathers, spec = asked.config.parallel.gathers, asked.request.spec
     request = of_ranks(asked.request, spec.num_ranks, spec.num_nodes, gathers=gathers)
-    progress("searching choices")
+    caller.progress("searching choices")
     plan = make_plan(request)
-    done, written_bytes = done_before(None if goes_on is None else goes_on[1])
+    done, written_bytes = done_before(point.record)
     if tokens is None:
         left = None if asked.num_steps is None else max(0, asked.num_steps - done)
         tokens = _TOKENS if left is None else left * asked.config.train.tokens_per_step
     remedies: list[Remedy] = []
     spares: tuple[str, ...] = ()
     if not plan.fits:
-        progress("looking for what would make it fit")
-        smaller = partial(smaller_step_settings, asked.given) if goes_on is None else None
+        caller.progress("looking for what would make it fit")
+        smaller = partial(smaller_step_settings, asked.given) if point.record is None else None
         remedies = advise(request, asked.recount, smaller=smaller)
-    is_begun = goes_on is not None
     verdict = judge(
         request,
         plan,
         tokens=tokens,
         written_bytes=written_bytes,
-        others=partial(open_sizes, request, asked.recount, None if is_begun else asked.given),
-        progress=progress,
+        others=partial(open_sizes, request, asked.recount, asked.given if point.record is None else None),
+        progress=caller.progress,
     )
     if plan.fits and plan.bytes_per_step["drive_written"]:
-        progress("looking for what would spare the drives")
+        caller.progress("looking for what would spare the drives")
         spares = tuple(spare_drives(request, plan, tokens=tokens, written_bytes=written_bytes))
     return Planned(
         plan=plan,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -22,6 +20,7 @@ from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.rates import Rates
 from megatrain.stream.lanes.devices import check_device, compute_device
 from megatrain.stream.machine import Measure, common_cpu, machine_of, matmul_peak_of_cpu
+from megatrain.train.caller import Caller
 from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.lately import Lately
 
@@ -41,8 +40,7 @@ def ready_to_plan(
     source: str,
     model_config: PretrainedConfig,
     packing: str,
-    counts: Path | None,
-    progress: Callable[[str], object],
+    caller: Caller,
 ) -> PlannedModel:
     """Return the planned model of a run, after settling this process's threads, kernels and speed.
 
@@ -51,18 +49,17 @@ def ready_to_plan(
         source: The place of the model.
         model_config: The configuration that was read there.
         packing: The packing of its rows.
-        counts: The folder in which counts of models are kept; None keeps none.
-        progress: The function that is told of slow operations.
+        caller: The folder of counts, and the function that shows progress.
     """
     choose_threads()
     liger = uses_liger(config.model.kernels, compute_device(config.train.device).type)
     if liger:
         apply_liger(model_config.get_text_config().model_type)
-    progress("planning where memory goes")
+    caller.progress("planning where memory goes")
     measure_peak(config)
     # the kept counts are of transformers' own modules, and of the model as it is saved
     is_other = liger or bool(config.model.new_tokens)
-    return PlannedModel(source, None if is_other else counts, progress, model_config, packing)
+    return PlannedModel(source, None if is_other else caller.counts, caller.progress, model_config, packing)
 
 
 def machine_for(config: Config, measure: Measure | None = None, lately: Lately | None = None) -> HardwareSpec:

@@ -13,8 +13,8 @@ from megatrain.config.sizes import binary
 from megatrain.hardware import HardwareSpec
 from megatrain.plan.search.planner import make_plan, plan_with_open_runs
 from megatrain.plan.search.request import Request
+from megatrain.train.caller import Caller
 from megatrain.train.planning.asking import Asked, OwnMachine, ask
-from megatrain.train.planning.counting import Progress
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.records.metrics import format_count
 
@@ -100,20 +100,20 @@ class Scaling:
 
 
 def plan_scale(
-    raw: Mapping[str, Any], machine: HardwareSpec | OwnMachine, *, progress: Progress, **given: Any
+    raw: Mapping[str, Any], machine: HardwareSpec | OwnMachine, *, caller: Caller, **given: Any
 ) -> Scaling:
     """Plan a run on more and more GPUs of a machine, and on more and more such machines.
 
     Args:
         raw: The settings, as in `ask`; the batch is that of each GPU.
         machine: The machine with all of its GPUs.
-        progress: The function that is told of slow operations, as in `ask`.
+        caller: The folders and the progress, as in `ask`.
         given: The other arguments of `ask`.
     """
     one = machine if isinstance(machine, OwnMachine) else machine.with_ranks(1)
-    asked = ask(raw, one, progress=progress, **given)
+    asked = ask(raw, one, caller=caller, **given)
     spec = asked.request.spec if isinstance(machine, OwnMachine) else machine
-    progress("planning for every number of GPUs")
+    caller.progress("planning for every number of GPUs")
     rows = scale(replace(asked.request, spec=spec), gathers=asked.config.parallel.gathers)
     return Scaling(asked=asked, spec=spec, rows=rows)
 

@@ -160,22 +160,17 @@ def _record(config: Config, node: int, num_nodes: int, name: str) -> CommitRecor
 
 
 def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
-    """Return the settings of a run that resumes from committed state, or as they are; see `layout_of`."""
+    """Return the settings of a run with `fragments`, where that is `auto`, as committed state is laid out.
+
+    The run is planned as one that commits, since its state is on the drives already; without committed state
+    the settings stay as they are.
+    """
     if committed is None:
         return config
-    changes = layout_of(committed, config)
-    return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
-
-
-def layout_of(committed: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return settings of memory: `fragments`, where that is `auto`, as the committed state is laid out.
-
-    The run is planned as one that commits, since its state is on the drives already.
-    """
     changes: dict[str, Any] = {"commit_every": config.memory.commit_every or 1}
     if config.memory.fragments == "auto":
         changes["fragments"] = bool(committed["fragments"])
-    return changes
+    return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
 
 
 def encode_buffers(model: nn.Module) -> dict[str, Any]:

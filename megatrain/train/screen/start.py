@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from megatrain.config import Config
 from megatrain.config.optimizers.registry import DEFAULT
@@ -12,37 +13,35 @@ from megatrain.config.sizes import counted
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.records.metrics import MUCH_PADDING, format_bytes, format_count, format_duration
 
+if TYPE_CHECKING:
+    from megatrain.train.run_data import RunData
+
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16 with fp32 masters"}
 
 
 def start_lines(
     config: Config,
     planned: Planned | None,
+    data: RunData,
     *,
-    data: str,
-    num_steps: int,
     first_step: int,
     now: datetime,
-    padding: float = 0.0,
     ranks: str = "",
     evaluated: Sequence[int] = (),
-    judged: int = 0,
 ) -> Iterator[str]:
     """Yield the lines: model and data, steps, memory, the expected speed, and the place of the results.
 
     Args:
         config: The settings, in which nothing is open.
         planned: The plan; None if the model cannot be counted, which makes two of the lines one.
-        data: The training data in a few words.
-        num_steps: The number of steps of the whole run.
+        data: The training data. If the loss has a reference, it is computed for their rows, like for those
+            of the evaluation, before the first step, unless it is kept.
         first_step: The number of steps that an earlier process has done.
         now: The local time, from which the end is foreseen.
-        padding: The share of the tokens of a step that belong to no example: steps are logged without it.
         ranks: The ranks that train together, in a few words; empty for a single one.
         evaluated: The number of rows of each evaluation set.
-        judged: The number of training rows whose reference, like that of the evaluation rows, is computed
-            before the first step unless it is kept; 0 if there is none.
     """
+    num_steps = data.num_steps
     size = "" if planned is None else f" ({format_count(planned.request.anatomy.num_params)} parameters)"
     start = "from random weights, " if config.model.init == "random" else ""
     numbers = [_PRECISIONS[config.train.precision]]
@@ -50,7 +49,7 @@ def start_lines(
         numbers.append(f"by {config.optim.name}")
     if config.optim.state != DEFAULT.state:
         numbers.append(f"optimizer state: {config.optimizer.describe()}")
-    yield f"training: {config.model.path}{size}, {start}in {', '.join(numbers)}, on {data}"
+    yield f"training: {config.model.path}{size}, {start}in {', '.join(numbers)}, on {data.packed.describe()}"
     if ranks:
         yield f"ranks: {ranks}"
     yield f"step: {_step(config, num_steps)}"
@@ -58,8 +57,9 @@ def start_lines(
         yield "memory and speed: not known before the first step, since this model cannot be counted"
     else:
         yield f"memory: {_memory(planned)}: {planned.verdict.sentence}"
+        judged = len(data.rows) if config.objective.has_reference else 0
         passes = "".join(_passes(planned, evaluated, judged))
-        yield f"speed: {_speed(planned.plan, padding, num_steps, first_step, now)}{passes}"
+        yield f"speed: {_speed(planned.plan, data.packed.padding, num_steps, first_step, now)}{passes}"
         if planned.hint:
             yield f"faster: {planned.hint}"
     going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""

@@ -13,6 +13,7 @@ from unittest.mock import patch
 from megatrain.hardware.memory import give_back_freed
 from megatrain.stream.ranks import shared_gradients
 from megatrain.train import loop
+from megatrain.train.caller import Caller
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.run import Run
 from tests.train.project import make_config, write_corpus, write_model_config
@@ -76,7 +77,7 @@ def measure_run(ranks: Any, *, root: str, updates: str, hidden: int, num_layers:
 
         short = patch.object(shared_gradients, "give_back_where_short", lambda room: give_back_freed())
         with short, patch.object(loop, "train_step", noted):
-            loop.train(config, ranks=ranks, counts=place)
+            loop.train(config, ranks=ranks, caller=Caller(counts=place))
         if name == "tiny":
             of_program = found["own"]
     return found | {"grown": found["own"] - of_program, "peak": found["peak"] - of_program}

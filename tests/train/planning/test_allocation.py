@@ -16,7 +16,7 @@ from tests.train.project import make_config
 
 def misplanned(root: Path, on_mismatch: str) -> Run:
     """Prepare a run whose plan then says 4,096 bytes for the gradients."""
-    run = prepare(make_config(root, memory={"on_mismatch": on_mismatch}), None, None)
+    run = prepare(make_config(root, memory={"on_mismatch": on_mismatch}))
     assert run.planned is not None
     plan = run.planned.plan
     pools = tuple(replace(pool, nbytes=4096) if pool.name == "gradient" else pool for pool in plan.pools)
@@ -35,7 +35,7 @@ def test_a_run_goes_on_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptur
         "4,096; the run goes on, which memory.on_mismatch=stop would not let it"
     )
     run.engine.close()
-    plain = prepare(make_config(tmp_path, "plain"), None, None)
+    plain = prepare(make_config(tmp_path, "plain"))
     assert [train_step(plain).loss for _ in range(2)] == losses
     plain.engine.close()
 
@@ -64,9 +64,7 @@ def test_what_fits_as_planned_is_not_refused(tmp_path: Path, updates: str) -> No
                 train=train,
                 memory={**memory, **more.get("memory", {})},
                 optim={**clips, **more.get("optim", {})},
-            ),
-            None,
-            None,
+            )
         )
 
     gradients = "host" if updates == "immediate" else "device"

@@ -12,6 +12,7 @@ import pytest
 from megatrain.config import build_config
 from megatrain.hardware import load_machine, machine_names
 from megatrain.plan.search.planner import make_plan
+from megatrain.train.caller import Caller
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.asking import make_request
 from megatrain.train.planning.counting import PlannedModel, device_type
@@ -48,7 +49,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(file: Path, machine: str, counts: Path) -> Planned:
     raw = {"model": {"path": str(file)}, "train": {"micro_batch_size": 1}}
     spec = load_machine(machine)
-    return plan_run(raw, spec, source="test", hf_config=file, counts=counts)
+    return plan_run(raw, spec, source="test", hf_config=file, caller=Caller(counts=counts))
 
 
 def check(found: Planned) -> None:

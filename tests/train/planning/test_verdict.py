@@ -136,9 +136,7 @@ def test_train_starts_a_run_that_wears_out_its_drive_only_if_told_to(
     assert not (tmp_path / "drive").exists()
     assert not list((tmp_path / "run").glob("*.jsonl"))
     lines: list[str] = []
-    run = prepare(
-        make_config(tmp_path, **sections(tmp_path, accept_wear=True)), None, None, show=lines.append
-    )
+    run = prepare(make_config(tmp_path, **sections(tmp_path, accept_wear=True)), show=lines.append)
     run.engine.close(removes=True)
     (memory,) = (line for line in lines if line.startswith("memory: "))
     assert ": FITS, WEARS OUT the drive on day" in memory

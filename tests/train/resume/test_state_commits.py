@@ -326,7 +326,7 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
             train={"steps": 3, "precision": "bf16", "device": "emulated", "micro_batch_size": 4},
             memory={"fragments": False, **memory},
         )
-        run = prepare(config, None, None)
+        run = prepare(config)
         losses.append([train_step(run).loss for _ in range(3)])
         if boundaries == "nvme":
             assert run.planned is not None
@@ -355,7 +355,7 @@ def test_named_drives_that_ram_does_not_need_take_the_commits(
             train={"steps": 3, "precision": "bf16", "device": device},
             memory={"fragments": fragments, **tiers},
         )
-        run = prepare(config, None, None)
+        run = prepare(config)
         losses.append([train_step(run).loss for _ in range(2)])
         assert run.planned is not None
         check_allocated(run.engine, run.planned.plan, "stop")
@@ -373,7 +373,7 @@ def test_drives_are_left_alone_by_a_run_that_neither_needs_them_nor_commits(
     asked = sections(tmp_path, commit_every=None, resident_blocks=1)
     asked["memory"]["tiers"].pop("ram")
     config = make_config(tmp_path, **asked)
-    run = prepare(config, None, None)
+    run = prepare(config)
     assert run.planned is not None
     assert run.planned.plan.choice.tiers == frozenset()
     train_step(run)
@@ -394,7 +394,7 @@ def test_gradients_wait_on_drives_beside_state_in_ram(tmp_path: Path) -> None:
     """No state goes there, whatever share of RAM is free while the run begins."""
     asked = sections(tmp_path, commit_every=None, gradients="nvme", lockstep=2)
     asked["memory"]["tiers"].pop("ram")
-    run = prepare(make_config(tmp_path, **asked), None, None)
+    run = prepare(make_config(tmp_path, **asked))
     assert run.planned is not None
     train_step(run)
     check_allocated(run.engine, run.planned.plan, "stop")

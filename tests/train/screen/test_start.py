@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import load_machine
 from megatrain.model.profile import count as counting_code
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.train.caller import Caller
 from megatrain.train.loop import train
 from megatrain.train.planning import allocation, counting
 from megatrain.train.planning.allocation import plan_training
@@ -40,9 +42,23 @@ def planned_as(config: Config, *, device: bool = False, **changes: Any) -> Plann
     return replace(planned, request=request, plan=replace(planned.plan, **changes))
 
 
-def lines_of(config: Config, planned: Planned | None, first_step: int = 0) -> list[str]:
-    told = {"data": "5 documents", "num_steps": 100, "first_step": first_step, "now": NOON}
-    return list(start_lines(config, planned, **told))  # type: ignore[arg-type]
+def data_of(words: str, *, padding: float = 0.0, num_rows: int = 0) -> Any:
+    """Stand in for the data of a run of 100 steps."""
+    packed = SimpleNamespace(describe=lambda: words, padding=padding)
+    return SimpleNamespace(packed=packed, num_steps=100, rows=range(num_rows))
+
+
+def lines_of(
+    config: Config, planned: Planned | None, first_step: int = 0, *, words: str = "5 documents", **data: Any
+) -> list[str]:
+    told: dict[str, Any] = {"evaluated": data.pop("evaluated", ())}
+    found = data_of(words, **data)
+    return list(start_lines(config, planned, found, first_step=first_step, now=NOON, **told))
+
+
+def compares_answers(config: Config) -> Config:
+    """Return the settings with a loss that has a reference."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"loss": "dpo"})})
 
 
 def test_five_lines_say_what_in_which_steps_where_how_fast_and_whereto(tmp_path: Path) -> None:
@@ -74,11 +90,11 @@ def test_what_an_evaluation_and_a_reference_take_is_said(
     config = make_config(tmp_path, train={"micro_batch_size": 2}, **sections)
     planned = planned_as(config, step_s=36.0)
     monkeypatch.setattr(Planned, "evaluation_s", lambda self, count: 0.9 * count)
-    told: dict[str, Any] = {"data": "pairs", "num_steps": 100, "first_step": 0, "now": NOON}
-    _, _, _, speed, _ = start_lines(config, planned, **told, evaluated=[40, 3], judged=100)
+    judged = compares_answers(config)
+    _, _, _, speed, _ = lines_of(judged, planned, words="pairs", evaluated=[40, 3], num_rows=100)
     # 6 of 20 micro-batches, and 2; of the reference all 50, 20 and 2
     assert speed.endswith("; an evaluation takes 0m 07s; the reference, before the first step, 1m 05s")
-    _, _, _, speed, _ = start_lines(config, planned, **told, evaluated=[1])
+    _, _, _, speed, _ = lines_of(config, planned, words="pairs", evaluated=[1])
     assert speed.endswith("; an evaluation takes less than a second")
 
 
@@ -108,12 +124,11 @@ def test_speed_is_said_without_much_padding_too(tmp_path: Path) -> None:
     """As steps are logged: a run of short pairs has a thirtieth of the tokens that it computes."""
     config = make_config(tmp_path)
     planned = planned_as(config, step_s=36.0, tokens_per_s=12_000.0, bound="compute")
-    told: dict[str, Any] = {"data": "pairs", "num_steps": 100, "first_step": 0, "now": NOON}
     for padding, rate in (
         (0.04, "12,000 tokens/s, 36"),
         (0.75, "12,000 tokens/s (3,000 without padding), 36"),
     ):
-        _, _, _, speed, _ = start_lines(config, planned, **told, padding=padding)
+        _, _, _, speed, _ = lines_of(config, planned, words="pairs", padding=padding)
         assert speed.startswith(f"speed: about {rate} s a step")
 
 
@@ -161,7 +176,7 @@ def test_the_plan_is_said_before_memory_is_taken(
 
     monkeypatch.setattr("megatrain.train.engine.load", no_memory)
     with pytest.raises(CapacityError, match=r"\(5\)"):
-        prepare(make_config(tmp_path), None, None, show=said.append)
+        prepare(make_config(tmp_path), show=said.append)
 
     def uncountable(*_: object, **__: object) -> None:
         raise ModelError("no")
@@ -169,9 +184,9 @@ def test_the_plan_is_said_before_memory_is_taken(
     said.clear()
     monkeypatch.setattr(allocation, "plan_training", uncountable)
     with pytest.raises(CapacityError, match=r"\(4\)"):
-        prepare(make_config(tmp_path), None, None, show=said.append)
+        prepare(make_config(tmp_path), show=said.append)
     with caplog.at_level(logging.DEBUG, logger="megatrain"), pytest.raises(CapacityError):
-        prepare(make_config(tmp_path), None, None)
+        prepare(make_config(tmp_path))
     details = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     assert any(message.startswith("matrix products: ") for message in details)
 
@@ -199,7 +214,7 @@ def plan_lines(config: Config, monkeypatch: pytest.MonkeyPatch, counts: Path | N
     monkeypatch.setattr(counting, "_COUNTED", {})
     said: list[str] = []
     with pytest.raises(CapacityError):
-        prepare(config, None, None, counts=counts, show=said.append)
+        prepare(config, caller=Caller(counts=counts), show=said.append)
     return said
 
 
