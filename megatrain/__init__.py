@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         TornStateError,
     )
     from megatrain.store.placement import Tiers
-    from megatrain.stream.attach import attach, reattach
+    from megatrain.stream.attach.attach import attach, reattach
+    from megatrain.stream.attach.load import load
     from megatrain.stream.engine import Engine
-    from megatrain.stream.load import load
     from megatrain.train.commands.fit import fit
 
 __version__ = "0.1.0"
@@ -60,8 +60,8 @@ __getattr__ = resolver(
         "config.choice": ("Choice", "StepBatch"),
         "store.placement": ("Tiers",),
         "stream.engine": ("Engine",),
-        "stream.attach": ("attach", "reattach"),
-        "stream.load": ("load",),
+        "stream.attach.attach": ("attach", "reattach"),
+        "stream.attach.load": ("load",),
         "train.commands.fit": ("fit",),
         "errors": [name for name in __all__ if name.endswith("Error")],
     },

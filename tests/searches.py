@@ -15,7 +15,7 @@ import pytest
 from megatrain.model.profile import timing
 from megatrain.plan.search import verdict
 from megatrain.plan.search.planner import make_plan
-from megatrain.stream import resolve
+from megatrain.stream.attach import resolve
 from megatrain.train.planning import allocation, elastic
 
 BUDGET = 400

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel, Qwen3_5ForConditionalGeneration
 
 from megatrain import cli
 from megatrain.errors import ModelError
-from megatrain.stream.load import load
+from megatrain.stream.attach.load import load
 from tests.model.weights.test_parts import HALVES
 from tests.train.project import make_config, write_corpus, write_model_config
 

@@ -19,7 +19,7 @@ from megatrain.errors import DataError, MegatrainError, ModelError
 from megatrain.hub import is_hub_reached, may_be_on_hub
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.skeleton import read_config
-from megatrain.stream.load import load
+from megatrain.stream.attach.load import load
 from megatrain.train.outputs.sample import sample
 
 NEVER = ("/no/model", "./model", "../model", "~/model", "a/b/c", "runs/mine", "runs", "", "-x", "a b")

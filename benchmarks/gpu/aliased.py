@@ -14,15 +14,18 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu.measure import Normal, put_parameters
-from megatrain.config.optimizers import adamw
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.runs import SumRoom
+from megatrain.distributed.alone import ALONE
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import find_blocks
 from megatrain.model.weights.skeleton import build_skeleton
 from megatrain.store.planes import Planes
 from megatrain.store.state import HostState, Precision
-from megatrain.stream.bind import host_planes, plan_layouts
+from megatrain.stream.attach.bind import plan_layouts
+from megatrain.stream.job.job import Job
+from megatrain.stream.memory import host_planes
 
 
 class AliasedPlanes(Planes):
@@ -49,7 +52,9 @@ class AliasedState(HostState):
     def __init__(self, layouts: Sequence[BlockLayout], num_layers: int, num_real: int) -> None:
         """Allocate `AliasedPlanes`."""
         self.make_planes = partial(AliasedPlanes, num_layers, num_real)
-        super().__init__(layouts, Precision.BF16)
+        super().__init__(
+            layouts, Precision.BF16, tiers=None, optimizer=DEFAULT, sum_room=SumRoom(), ranks=ALONE
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -59,7 +64,7 @@ class AliasedState(HostState):
         places = GradientPlaces(
             everything, on_device=nobody, on_drives=nobody, staged=nobody, sums_on_drives=nobody
         )
-        planes = host_planes(self.layouts, self.precision, places, sum_room=SumRoom(), optimizer=adamw.FP32)
+        planes = host_planes(Job(precision=self.precision), self.layouts, places, SumRoom())
         return sum(planes.values())
 
     @property

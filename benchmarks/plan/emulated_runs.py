@@ -20,11 +20,11 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.search.request import Request
 from megatrain.store.placement import Tiers
-from megatrain.stream.attach import attach
+from megatrain.stream.attach.attach import attach
+from megatrain.stream.attach.load import load
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, InlineLanes
 from megatrain.stream.lanes.emulated_spec import emulated_spec
-from megatrain.stream.load import load
 from tests.device_bytes import DeviceBytes
 
 JITTER_S = 2e-4

@@ -7,8 +7,8 @@ import time
 import torch
 
 from megatrain.config.choice import Choice
-from megatrain.stream.attach import attach
-from megatrain.stream.load import load
+from megatrain.stream.attach.attach import attach
+from megatrain.stream.attach.load import load
 
 _FEW_LAYERS = 2
 _STEPS = 12

@@ -143,7 +143,7 @@ class Streaming(_Base):
     @property
     def _num_runs(self) -> int:
         """Return the number of runs into which all ranks together cut a step."""
-        return self.engine.arrangement.binding.runs.number * self._ranks.size
+        return self.engine.arrangement.binding.job.runs.number * self._ranks.size
 
     def _move_model_to_device(self, *_: Any, **__: Any) -> None:
         """Leave the model where it is, since it streams to the device."""

@@ -12,8 +12,8 @@ from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, ends_of, group_layers
 from megatrain.store.state import HostState
-from megatrain.stream.bind import require_device_memory
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
+from megatrain.stream.memory import require_device_memory
 
 
 def require_drives(choice: Choice) -> None:
@@ -169,7 +169,7 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
     """
     blocks, lanes = arrangement.binding.blocks, arrangement.lanes
     check_choice(choice, blocks, compiles=compiles)
-    check_runs(choice, arrangement.binding.runs.number)
+    check_runs(choice, arrangement.binding.job.runs.number)
     residents = residents_of(choice, blocks)
     if residents and arrangement.host.has_drives:
         raise ConfigError(
@@ -184,8 +184,7 @@ def check_change(choice: Choice, arrangement: Arrangement, *, compiles: bool) ->
         lanes,
         choice,
         residents,
-        optimizer=arrangement.optimizer,
-        sums=arrangement.binding.sums(choice),
+        arrangement.binding.job,
         held=lanes.device_bytes,
     )
 
@@ -240,7 +239,7 @@ def choose_optimizer(arrangement: Arrangement, name: str | None, state: str | No
         ConfigError: It would take more memory than was planned, or ranks would have no whole shares of its
             scales.
     """
-    planned = arrangement.optimizer
+    planned = arrangement.binding.job.optimizer
     name = planned.name if name is None else name
     if state is None and name != planned.name:
         raise ConfigError(

@@ -23,7 +23,6 @@ from megatrain.model.head import count_targets
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.store.state import HostState
 from megatrain.stream import arrange
-from megatrain.stream.bind import room_for_activations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import Binding
@@ -31,6 +30,7 @@ from megatrain.stream.forward.attention import chosen_kernels
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.lanes import Lanes
+from megatrain.stream.memory import room_for_activations
 from megatrain.stream.meter import StepMeter
 from megatrain.stream.optimizer import StepHooks, StreamedOptimizer
 from megatrain.stream.parameter_groups import Grouping
@@ -174,7 +174,7 @@ class Engine:
         if rows is not None:
             batches = [cut_rows(batch, rows) for batch in batches]
             counts = [count_targets(batch) for batch in batches]
-        ranks, own, sequence = binding.ranks, sum(counts), binding.sequence
+        ranks, own, sequence = binding.job.ranks, sum(counts), binding.job.sequence
         total, number = torch.stack(ranks.gather(torch.tensor([own, len(batches)]))).sum(0).tolist()
         if total == 0:
             raise DataError("the step has no token to train on: every label is -100; check the data's labels")
@@ -199,9 +199,9 @@ class Engine:
             ConfigError: The micro-batches cannot be cut into the step's runs.
         """
         binding = self.arrangement.binding
-        size = binding.ranks.size
-        runs = Runs.of(binding.runs.number * num_places(size, binding.sequence), count)
-        return runs.parts(self.choice.lockstep, size, binding.sequence)
+        size = binding.job.ranks.size
+        runs = Runs.of(binding.job.runs.number * num_places(size, binding.job.sequence), count)
+        return runs.parts(self.choice.lockstep, size, binding.job.sequence)
 
     def run_losses(
         self,

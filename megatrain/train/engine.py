@@ -11,9 +11,9 @@ from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.model.adapters.adapt import adapters_off
-from megatrain.stream.attach import attach
+from megatrain.stream.attach.attach import attach
+from megatrain.stream.attach.load import load
 from megatrain.stream.engine import Engine
-from megatrain.stream.load import load
 from megatrain.train.evaluate.losses import undisturbed
 from megatrain.train.resume.state_commits import drives_apart, restore_buffers, tiers_of
 
@@ -90,7 +90,7 @@ def make_engine(
         "%s; compiled: %s; optimizer state: %s",
         engine.choice.describe(),
         "no" if engine.compiler is None else "yes",
-        engine.arrangement.optimizer.describe(),
+        config.optimizer.describe(),
     )
     engine.together.planned_tokens = planned_tokens
     return engine

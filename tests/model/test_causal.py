@@ -25,7 +25,7 @@ from megatrain.errors import ModelError
 from megatrain.model import small
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.profile.count import count_anatomy
-from megatrain.stream.load import load
+from megatrain.stream.attach.load import load
 from tests.families import FAMILIES
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

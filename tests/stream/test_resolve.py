@@ -14,10 +14,10 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.plan.search.small_step import LargerStep
 from megatrain.store.placement import Tiers
-from megatrain.store.state import Precision
-from megatrain.stream import resolve as resolve_module
+from megatrain.stream.attach import resolve as resolve_module
+from megatrain.stream.attach.resolve import Conditions, resolve
+from megatrain.stream.job.job import Job
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, InlineLanes
-from megatrain.stream.resolve import Conditions, resolve
 from tests.families import FAMILIES
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.execute.test_memory import deep_config
@@ -264,7 +264,7 @@ def test_a_cautious_choice_takes_less_where_the_device_is_small() -> None:
 
 def test_only_counting_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with the choice or the model itself is refused, counted or not."""
-    given = Conditions(lanes=InlineLanes(), precision=Precision.FP32)
+    given = Conditions(lanes=InlineLanes(), job=Job())
     with pytest.raises(ConfigError, match="activations names 3 policies for 4 layers"):
         resolve(uncountable(), Choice(activations=("keep",) * 3), given)
     with pytest.raises(ModelError, match="no list of decoder layers"):

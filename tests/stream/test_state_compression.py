@@ -198,7 +198,7 @@ def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=False,
         waiting=BlockTotals(())[:],
-        optimizer=engine.arrangement.optimizer,
+        optimizer=engine.arrangement.binding.job.optimizer,
     )
     assert engine.device_bytes_peak == sum(sizes.values())
 
@@ -221,7 +221,7 @@ def test_a_state_without_memory_for_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="the optimizer's state is 'fp8'; use fp32, bf16 or int8"):
         train_steps("fp8")
     engine, optimizer, _ = train_steps("bf16", steps=0, optimizer_state="bf16")
-    assert optimizer.kind == engine.host.optimizer == engine.arrangement.optimizer == adamw.BF16
+    assert optimizer.kind == engine.host.optimizer == engine.arrangement.binding.job.optimizer == adamw.BF16
 
 
 def test_a_model_may_be_attached_again_with_another_state() -> None:

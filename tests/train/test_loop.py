@@ -193,7 +193,7 @@ def test_resume_with_other_settings_and_updates_in_the_background(
     lanes = EmulatedLanes(EmulatedMachine(host_bytes_per_s=2e7))  # a step ends long before its updates
     first = {"fragments": True, "activations": "drop_boundary", "lockstep": 2}
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain.stream.attach.make_lanes", lambda *_: lanes)
+        patch.setattr("megatrain.stream.attach.attach.make_lanes", lambda *_: lanes)
         train(make_config(tmp_path, memory=first, checkpoint={"every": 5, "keep_last": None}))
     part = tmp_path / "run/checkpoints/step-00000005"
     second = {"resident_blocks": 1, "activations": "offload", "boundaries": "host"}

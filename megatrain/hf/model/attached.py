@@ -13,9 +13,9 @@ from megatrain.errors import ConfigError
 from megatrain.hf.arguments import MegatrainArguments
 from megatrain.hf.optimizer import streamed
 from megatrain.model.weights.skeleton import read_config
-from megatrain.stream.attach import attach
+from megatrain.stream.attach.attach import attach
+from megatrain.stream.attach.load import load
 from megatrain.stream.engine import Engine
-from megatrain.stream.load import load
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
@@ -89,7 +89,7 @@ def attached(model: Any, asked: MegatrainArguments, settings: Settings) -> Engin
             f"bf16 is {bool(settings.args.bf16)} (TRL's default is True), but the model was attached "
             f"with precision={engine.host.precision.value!r}; pass the bf16 that fits it"
         )
-    if engine.arrangement.binding.ranks is not ranks:
+    if engine.arrangement.binding.job.ranks is not ranks:
         raise ConfigError(
             f"the model was attached by one process alone, and {ranks.size} train together; pass "
             "its path, or the model as it was before attach"

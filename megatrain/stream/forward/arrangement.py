@@ -81,8 +81,6 @@ class Arrangement:
         """
         self.lanes = lanes
         self.host: HostState = binding.host
-        self.optimizer = binding.optimizer
-        """The optimizer for whose state memory was planned."""
         self.counts = Counts()
         """What has been moved since attach."""
         self.wholeness = Wholeness()
@@ -94,18 +92,18 @@ class Arrangement:
         self.offloaded = OffloadedActivations(lanes, activation_bytes)
         self._drives = StateOnDrives(lanes, binding.host)
         directories = binding.host.on_drives.store.directories
-        self.scratch = ScratchFiles(directories, rank=binding.ranks.rank) if directories else None
+        self.scratch = ScratchFiles(directories, rank=binding.job.ranks.rank) if directories else None
         """Room for saved activations on the drives, if there are any."""
-        self.parking = ScratchFiles(directories, rank=binding.ranks.rank)
+        self.parking = ScratchFiles(directories, rank=binding.job.ranks.rank)
         """And for gradients that wait for the norm, or their sums for the next round."""
         self.shared = gradients_of(
-            binding.ranks, self.host.layouts, lanes, binding.sequence, binding.optimizer
+            binding.job.ranks, self.host.layouts, lanes, binding.job.sequence, binding.job.optimizer
         )
         """The part of the gradients that this rank keeps."""
-        self.num_ranks = binding.ranks.size
+        self.num_ranks = binding.job.ranks.size
         self.call_others: Callable[[], object] | None = None
         """Lets the other ranks settle too, where this one reads by itself; None: all do it together."""
-        lanes.squares_in_chunks = binding.runs.number * self.num_ranks > 1
+        lanes.squares_in_chunks = binding.job.runs.number * self.num_ranks > 1
         self._arrange(choice)
 
     def settle(self) -> None:
@@ -203,7 +201,7 @@ class Arrangement:
             choice,
             residency,
             places_of(choice, blocks, host.layouts),
-            self.binding.sums(choice).on_device,
+            self.binding.job.sums(choice).on_device,
             shares,
             self.parking,
         )
@@ -227,14 +225,14 @@ class Arrangement:
             tiers=tiers_of_gradients(choice, blocks, host.layouts),
             heads_in_turn=not adds_router_loss(self._model.config),
             drives=_drive_spec(host),
-            num_runs=self.binding.runs.number,
+            num_runs=self.binding.job.runs.number,
             num_ranks=self.num_ranks,
-            gathers=self.binding.ranks.gathers,
+            gathers=self.binding.job.ranks.gathers,
         )
         self.executor = Executor(parts, spec)
         for layer, policy, boundaries in zip(self.layers, choice.policies, self._boundaries(), strict=True):
             layer.arrange(self.executor, self.offloaded, policy, boundaries)
-        self.rounds = Rounds(self.executor, choice, self.binding.runs.number)
+        self.rounds = Rounds(self.executor, choice, self.binding.job.runs.number)
 
     def _boundaries(self) -> list[Boundaries]:
         policies = self.choice.policies

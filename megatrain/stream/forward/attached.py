@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.config.choice import Choice
-from megatrain.config.optimizers.optimizer import Optimizer
-from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.policies import Policy
-from megatrain.config.runs import Runs, StepSums
-from megatrain.distributed.alone import ALONE
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
@@ -27,7 +22,7 @@ from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.gradient_hooks import Backward, GradientHooks, refuse_hooks
 from megatrain.stream.forward.stream_weights import Place
-from megatrain.stream.ranks.ranks import Ranks
+from megatrain.stream.job.job import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,23 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A model's blocks and the host state that its parameters are views of."""
+    """A model's blocks, the host state that its parameters are views of, and the job that both are for."""
 
     blocks: list[Block]
     host: HostState
-    optimizer: Optimizer = DEFAULT
-    """The optimizer for whose state memory was planned."""
-    runs: Runs = field(default_factory=Runs)
-    """Of a step: how many there always are, and how long memory was planned for."""
-    ranks: Ranks = ALONE
-    """The ranks that train together and keep one state."""
-    sequence: int = 1
-    """Neighbours among them that share out the tokens of every row."""
-
-    def sums(self, choice: Choice) -> StepSums:
-        """Return the partial sums of a step under a choice."""
-        on_drives = choice.sums == "nvme"
-        return StepSums.of(self.runs, choice.lockstep, self.ranks.size, self.sequence, on_drives=on_drives)
+    job: Job
 
     def check(self) -> None:
         """Refuse to go on with parameters that are no views of the host state any more, or with their hooks.
@@ -61,7 +44,7 @@ class Binding:
         """
         for block in self.blocks:
             for name, parameter in block.parameters.items():
-                refuse_hooks(name, parameter, is_shared=self.sequence > 1)
+                refuse_hooks(name, parameter, is_shared=self.job.sequence > 1)
         if self.moved is not None:
             raise ModelError(
                 f"parameter {self.moved} was moved or cast after the engine was attached; call "
@@ -112,10 +95,10 @@ class Binding:
         self, model: PreTrainedModel, note: Callable[[int], object]
     ) -> Iterator[SharedRows | None]:
         """Let ranks share out rows, as `megatrain.model.sequence.attention.rows_shared`; None: none does."""
-        if self.sequence == 1:
+        if self.job.sequence == 1:
             yield None
             return
-        with rows_shared(model, self.ranks.neighbours(self.sequence), note) as rows:
+        with rows_shared(model, self.job.ranks.neighbours(self.job.sequence), note) as rows:
             yield rows
 
 

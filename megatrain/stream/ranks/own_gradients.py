@@ -14,8 +14,8 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import Share, whole_share
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.store.state import HostState
+from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.lanes import Lanes
-from megatrain.stream.ranks.ranks import Ranks
 
 
 class OwnGradients:

@@ -12,7 +12,7 @@ import torch
 from megatrain.errors import ConfigError
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.visits import Visit
-from megatrain.stream.ranks.ranks import Ranks
+from megatrain.stream.job.ranks import Ranks
 
 
 class SameStep:

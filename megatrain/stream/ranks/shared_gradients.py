@@ -27,9 +27,9 @@ from megatrain.layout.ownership import CUT_NUMEL, piece_bytes, shares, state_sha
 from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.store.state import HostState
+from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.ranks.own_gradients import OwnGradients
-from megatrain.stream.ranks.ranks import Ranks
 from megatrain.stream.ranks.sums import owned_sums, tree
 
 _SHORT_BYTES, _SHORT_SUMS = GIB, 8

@@ -49,7 +49,7 @@ def open_chat(path: str, **options: Any) -> Chat:
 
 
 def _open(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from megatrain.stream.load import load
+    from megatrain.stream.attach.load import load
 
     if not Path(path).exists() and not ("/" in path and may_be_on_hub(path)):
         raise ModelError(f"{path} is no run directory, no model directory, and no hub id such as org/name")

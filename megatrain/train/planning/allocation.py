@@ -22,9 +22,9 @@ from megatrain.plan.search.request import Request
 from megatrain.plan.search.verdict import judge
 from megatrain.plan.search.wear import spare_drives
 from megatrain.stream.engine import Engine
+from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.machine import Measure
-from megatrain.stream.ranks.ranks import Ranks
 from megatrain.train.planning.asking import make_request
 from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.gpus import of_ranks

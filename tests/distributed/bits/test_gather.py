@@ -85,7 +85,7 @@ def moved(ranks: ThreadRanks | None, *, gathers: bool = False) -> dict[str, Any]
             told["evaluated"] = [float(loss) for loss, _ in found]
     told["fetch_bytes"] = engine.last_step.fetch_bytes
     told["spec"] = engine.executor.spec
-    told["sums"] = engine.arrangement.binding.sums(engine.choice).by_round
+    told["sums"] = engine.arrangement.binding.job.sums(engine.choice).by_round
     return told
 
 

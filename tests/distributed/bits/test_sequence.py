@@ -259,7 +259,7 @@ def test_documents_told_apart_by_the_positions_of_a_shard_are_found(monkeypatch:
     monkeypatch.setattr(attention, "gather", lambda mine, rows: mine.repeat(1, rows.number))
     with pytest.raises(ModelError, match=r"differs by .* tokens see others elsewhere than in attention"):
         as_ranks(2, sequence=2, kind="packed")
-    monkeypatch.setattr("megatrain.stream.attach.refuse_model", lambda *_: None)
+    monkeypatch.setattr("megatrain.stream.attach.attach.refuse_model", lambda *_: None)
     told = as_ranks(2, sequence=2, kind="packed")
     assert furthest(told[0], train(None, kind="packed")) > 0.1  # passes unnoticed without the check
 

@@ -152,7 +152,7 @@ def test_bytes_that_a_rank_moves_are_the_program_s(
         settings: dict[str, Any] = {"precision": "bf16", "lockstep": lockstep, "optimizer_state": state}
         engine = attach_plainly(model, device=lanes, batch=batch, ranks=ranks, **settings)
         optimizer = engine.adamw(**HYPER)
-        sums = engine.arrangement.binding.sums(engine.choice).by_round
+        sums = engine.arrangement.binding.job.sums(engine.choice).by_round
         program = step_program(engine.executor.spec, [[lockstep]] * len(sums), sums=sums)
         for step in range(2):
             batches = make_batches(16, seed=step)
@@ -190,7 +190,7 @@ def test_with_everything_resident_nothing_crosses_a_link_to_the_host(num_nodes: 
         assert 0 < state < 10 * sum(size.num_state for size in sizes) / 2  # of four shares, the largest
         others = sum(map(pools.resident_weights, sizes)) + sum(map(pools.resident_gradient, sizes))
         assert lanes.device_bytes == state + others
-        sums = engine.arrangement.binding.sums(engine.choice).by_round
+        sums = engine.arrangement.binding.job.sums(engine.choice).by_round
         program = step_program(engine.executor.spec, [[2]], sums=sums)
         kinds, issue = Counter[str](), engine.executor.issue
 

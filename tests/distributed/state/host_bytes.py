@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain.config.choice import StepBatch
-from megatrain.stream.attach import attach
-from megatrain.stream.load import load
+from megatrain.stream.attach.attach import attach
+from megatrain.stream.attach.load import load
 
 _TOKENS = 2
 

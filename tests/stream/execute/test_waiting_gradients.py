@@ -24,10 +24,10 @@ from megatrain.plan.program.schedule import schedule
 from megatrain.plan.program.spec import StepSpec
 from megatrain.plan.program.step import update_program
 from megatrain.plan.program.visits import LayerPlan, Round, Visit, round_visits
-from megatrain.stream.bind import host_planes, residency_of
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import places_of
 from megatrain.stream.lanes import Cause, EmulatedLanes, EmulatedMachine, OrderingError
+from megatrain.stream.memory import host_planes, residency_of
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.reference import Resident, attach_plainly, make_batches, make_model
@@ -332,11 +332,10 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
     gradients = sum(layout.gradient_bytes for layout in layouts)
     assert engine.host_bytes == host.host_bytes - gradients + staging
     planes = host_planes(
+        engine.arrangement.binding.job,
         layouts,
-        engine.host.precision,
         places_of(choice, engine.arrangement.binding.blocks, layouts),
-        sum_room=SumRoom(),
-        optimizer=engine.arrangement.optimizer,
+        SumRoom(),
     )
     assert engine.host_bytes == sum(planes.values())
     sizes = pools.device_pools(
@@ -345,7 +344,7 @@ def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(
         num_gradient_buffers=choice.num_gradient_buffers,
         is_wide=lockstep > 1,
         waiting=places_of(choice, engine.arrangement.binding.blocks, layouts).on_device,
-        optimizer=engine.arrangement.optimizer,
+        optimizer=engine.arrangement.binding.job.optimizer,
     )
     assert engine.lanes.device_bytes == sum(sizes.values())
     streamed = [n for n, size in enumerate(engine.executor.spec.sizes) if size.is_streamed]

@@ -16,7 +16,8 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.errors import ConfigError
 from megatrain.plan.search.planner import make_plan
 from megatrain.store.placement import Tiers
-from megatrain.stream import machine, resolve
+from megatrain.stream import machine
+from megatrain.stream.attach import resolve
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from tests.families import FAMILIES
 from tests.reference import Resident, attach_plainly, make_batches, make_model

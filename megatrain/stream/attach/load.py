@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.adaptation import Adaptation
-from megatrain.config.choice import AUTO, Choice, StepBatch, part_of
-from megatrain.config.optimizers.registry import DEFAULT, find
+from megatrain.config.choice import AUTO, Choice, StepBatch
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.read_choice import read_choice
-from megatrain.config.runs import Runs
-from megatrain.config.sizes import parse_limit
-from megatrain.distributed.alone import ALONE
 from megatrain.errors import ConfigError
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.model.adapters.adapt import (
@@ -39,17 +36,16 @@ from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena, file_arena
 from megatrain.store.block_state import view_entry
 from megatrain.store.placement import Tiers
-from megatrain.store.state import HostState, Precision, read_precision
+from megatrain.store.state import HostState, Precision
 from megatrain.stream.arrange import refuse_on_drives
-from megatrain.stream.bind import (
-    kept_sums,
+from megatrain.stream.attach.bind import (
     plan_layouts,
-    require_host_memory,
     require_same_weights,
-    with_gradients,
 )
 from megatrain.stream.forward.arrangement import places_of
-from megatrain.stream.ranks.ranks import Ranks
+from megatrain.stream.job.job import Job
+from megatrain.stream.job.ranks import Ranks
+from megatrain.stream.memory import require_host_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -114,15 +110,22 @@ def load(
         CapacityError: The state does not fit into host memory; nothing was allocated.
         ConfigError: Neither or both of `path` and `config`, or an unknown precision or keyword.
     """
-    choice, ranks = read_choice(choice, fields), ranks or ALONE
+    choice = read_choice(choice, fields)
     if (path is None) == (config is None):
         raise ConfigError("load takes a path or a config, one of the two")
-    Tiers.check(tiers)
-    kept, kind = read_precision(precision), find(optimizer, optimizer_state)
-    if tiers is not None:
-        refuse_on_drives(kind)
-        tiers = tiers.as_chosen(choice)
-    choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
+    choice, job = Job.read(
+        choice,
+        precision=precision,
+        batch=batch,
+        optimizer=optimizer,
+        optimizer_state=optimizer_state,
+        host_limit=host_limit,
+        tiers=tiers,
+        ranks=ranks,
+    )
+    if job.tiers is not None:
+        refuse_on_drives(job.optimizer)
+    job = job.as_chosen(choice)
     lora = None
     if path is not None and adapter is None and is_adapter(Path(path)):
         path, adapter = None, path
@@ -135,9 +138,9 @@ def load(
     if config is None or (path is None and adaptation is not None and adaptation.lora is not None):
         raise ConfigError("adapters need a base with weights; give load the path of one")
     refuse_encoder(config)
-    dtype = torch.float32 if kept is Precision.FP32 else torch.bfloat16
+    dtype = torch.float32 if job.precision is Precision.FP32 else torch.bfloat16
     model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
-    resumes = tiers is not None and tiers.resumes
+    resumes = job.tiers is not None and job.tiers.resumes
     has_files = path is not None and (not resumes or has_weights(path))
     weights = PlannedWeights(model, path) if path is not None and has_files else None
     if adapter is not None:
@@ -150,30 +153,18 @@ def load(
         adapt(model, adaptation)
     now = {plain_names[id(p)]: name for name, p in model.named_parameters() if id(p) in plain_names}
     blocks = find_blocks(model, fragments=choice.fragments is True)
-    layouts = plan_layouts(model, blocks, kept)
-    runs, sequence = (Runs(), 1) if batch is None else (batch.runs, batch.sequence)
-    number = runs.num_micro_batches
+    layouts = plan_layouts(model, blocks, job.precision)
+    number = job.runs.num_micro_batches
     # what is open may yet be decided so that it takes least
     num_layers = len(group_layers(blocks))
     spare: dict[str, Any] = {"gradients": "device", "lockstep": number, "updates": "deferred"}
     least = Choice(**spare | choice.given).with_defaults(num_layers)
     places = places_of(least, blocks, layouts, number)
-    if tiers is not None and choice.gradients != AUTO:
-        tiers = with_gradients(tiers, places)
-    require_host_memory(
-        layouts,
-        kept,
-        held=0,
-        sum_room=kept_sums(least, runs, kept, ranks, sequence),
-        limit=parse_limit(host_limit, "host_limit"),
-        optimizer=kind,
-        places=places,
-        tiers=tiers,
-        ranks=ranks,
-    )
+    if choice.gradients != AUTO:
+        job = job.with_gradients(places)
+    require_host_memory(job, layouts, places, job.sum_room(least), held=0)
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
-    sum_room = kept_sums(most, runs, kept, ranks, sequence)
-    host = HostState(layouts, kept, tiers=tiers, optimizer=kind, sum_room=sum_room, ranks=ranks)
+    host, ranks = job.allocate(layouts, job.sum_room(most)), job.ranks
     if ranks.local_rank > 0 or host.is_resumed:
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:

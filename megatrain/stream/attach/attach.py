@@ -7,20 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.choice import Choice, StepBatch, part_of
+from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.optimizers.optimizer import Optimizer
-from megatrain.config.optimizers.registry import DEFAULT, find
+from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.read_choice import as_values, from_values, read_choice
-from megatrain.config.runs import Runs, StepSums
 from megatrain.config.sizes import parse_limit
-from megatrain.distributed.alone import ALONE
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
 from megatrain.model.blocks import find_blocks
 from megatrain.model.sequence.check import refuse_config, refuse_model
 from megatrain.store.placement import Tiers
-from megatrain.store.state import read_precision
 from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.arrange import (
     check_choice,
@@ -29,14 +26,16 @@ from megatrain.stream.arrange import (
     require_drives,
     uncompiled,
 )
-from megatrain.stream.bind import bind, plan_layouts, require_device_memory
+from megatrain.stream.attach.bind import bind, plan_layouts
+from megatrain.stream.attach.resolve import Conditions, resolve
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residents_of
 from megatrain.stream.forward.compiled import say_how
+from megatrain.stream.job.job import Job
+from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.lanes.devices import make_lanes
-from megatrain.stream.ranks.ranks import Ranks
-from megatrain.stream.resolve import Conditions, resolve
+from megatrain.stream.memory import require_device_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -111,14 +110,12 @@ def attach(
         CapacityError: The state does not fit into host or device memory; nothing was allocated.
         ConfigError: An unknown keyword, a value out of range, or two that exclude each other.
     """
-    asked, drives, whole = read_choice(choice, fields), tiers, batch
-    ranks = ranks or ALONE
-    choice = asked
+    settings = {name: value for name, value in locals().items() if name not in ("model", "fields")}
+    settings["choice"] = choice = read_choice(choice, fields)
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; use 1 or more")
     if compile not in ("auto", "on", "off"):
         raise ConfigError(f"compile is {compile!r}; use auto, on or off")
-    Tiers.check(tiers)
     if tiers is None:
         require_drives(choice)
     if tiers is None and "nvme" in dict(choice.given.get("tiers", ())).values():
@@ -126,63 +123,44 @@ def attach(
             "the choice puts planes on drives (tiers), but there are no drives; give attach "
             "tiers=megatrain.Tiers(nvme=[DIRECTORY, ...])"
         )
-    kept = read_precision(precision)
     sequence = 1 if batch is None else batch.sequence
     if sequence > 1:
         refuse_config(model.config, sequence)
         compile = uncompiled(compile, sequence)
-    choice, batch = part_of(ranks.size, choice, batch, num_nodes=ranks.num_nodes, gathers=ranks.gathers)
-    kind = find(optimizer, optimizer_state)
+    choice, job = Job.read(
+        choice,
+        precision=precision,
+        batch=batch,
+        optimizer=optimizer,
+        optimizer_state=optimizer_state,
+        host_limit=host_limit,
+        tiers=tiers,
+        ranks=ranks,
+    )
     if getattr(model, "_megatrain_engine", None) is not None:
         raise ModelError("the model is attached to an engine already; call engine.detach() first")
-    host_bytes = parse_limit(host_limit, "host_limit")
     device_bytes = parse_limit(device_limit, "device_limit")
-    if tiers is not None:
-        _refuse_beside_drives(choice, kind)
-        host_bytes = tiers.ram_bytes if host_bytes is None else host_bytes
+    if job.tiers is not None:
+        _refuse_beside_drives(choice, job.optimizer)
     lanes = make_lanes(device, device_bytes)
     if deterministic:
         set_environment(lanes.device)
     compiles = choice.is_compiled(compile, can_compile=can_compile(lanes.device))
-    given = Conditions(
-        lanes=lanes,
-        precision=kept,
-        optimizer=kind,
-        batch=batch,
-        compiles=compiles,
-        deterministic=deterministic,
-        host_limit=host_bytes,
-        num_drives=0 if tiers is None else len(tiers.nvme),
-    )
     decided = choice.given
+    given = Conditions(lanes=lanes, job=job, compiles=compiles, deterministic=deterministic)
     choice, planned_tokens = resolve(model, choice, given)
     # each rank has planned by what it has found free; what it was told stays, to be compared
-    planned = from_values(ranks.gather_values(as_values(choice))[0])
+    planned = from_values(job.ranks.gather_values(as_values(choice))[0])
     choice = replace(planned, **{name: getattr(choice, name) for name in decided})
-    tiers = None if tiers is None else tiers.as_chosen(choice)
+    job = job.as_chosen(choice)
     blocks = find_blocks(model, fragments=choice.fragments)
     check_choice(choice, blocks, compiles=compiles)
-    runs = Runs() if batch is None else batch.runs
-    check_runs(choice, runs.number)
+    check_runs(choice, job.runs.number)
     say_how(compile, lanes.device, compiles=compiles)
     residents = residents_of(choice, blocks)
-    layouts = plan_layouts(model, blocks, kept)
-    sums = StepSums.of(runs, choice.lockstep, ranks.size, sequence)
-    require_device_memory(blocks, layouts, lanes, choice, residents, optimizer=kind, sums=sums)
-    binding = bind(
-        model,
-        blocks,
-        layouts,
-        kept,
-        choice,
-        residents,
-        runs=runs,
-        host_limit=host_bytes,
-        optimizer=kind,
-        tiers=tiers,
-        ranks=ranks,
-        sequence=sequence,
-    )
+    layouts = plan_layouts(model, blocks, job.precision)
+    require_device_memory(blocks, layouts, lanes, choice, residents, job)
+    binding = bind(model, blocks, layouts, choice, job)
     engine = Engine(
         model,
         binding,
@@ -192,22 +170,8 @@ def attach(
         compiles=compiles,
         deterministic=deterministic,
     )
-    engine.together.take_room(batch, planned_tokens)
-    model.__dict__[_SETTINGS] = {
-        "choice": asked,
-        "device": device,
-        "precision": precision,
-        "batch": whole,
-        "micro_batch_size": micro_batch_size,
-        "compile": compile,
-        "optimizer": optimizer,
-        "optimizer_state": optimizer_state,
-        "host_limit": host_bytes,
-        "device_limit": device_bytes,
-        "tiers": drives,
-        "deterministic": deterministic,
-        "ranks": ranks,
-    }
+    engine.together.take_room(job.batch, planned_tokens)
+    model.__dict__[_SETTINGS] = settings
     if sequence > 1:
         try:
             _check_shards(engine, sequence)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.choice import AUTO, Choice, StepBatch
 from megatrain.config.defaults import default_batch
-from megatrain.config.optimizers.optimizer import Optimizer
-from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.plan import Plan
 from megatrain.data.context import context_length
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.model.blocks import find_blocks, group_layers
@@ -27,12 +26,14 @@ from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.small_step import larger_step
-from megatrain.store.state import HostState, Precision
+from megatrain.store.state import HostState
 from megatrain.stream.arrange import as_placed
-from megatrain.stream.bind import plan_layouts, require_device_memory
+from megatrain.stream.attach.bind import plan_layouts
 from megatrain.stream.forward.arrangement import residents_of
+from megatrain.stream.job.job import Job
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.machine import machine_of
+from megatrain.stream.memory import require_device_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,16 +46,19 @@ class Conditions:
     """What a plan depends on beside the model: none of it is a choice."""
 
     lanes: Lanes
-    precision: Precision
-    optimizer: Optimizer = DEFAULT
-    batch: StepBatch | None = None
-    """Of a step; None: `default_batch` for the model's context."""
+    job: Job
+    """The job; without a batch `default_batch` is planned, for the model's context."""
     compiles: bool = False
     deterministic: bool = False
-    host_limit: int | None = None
-    """Bytes of host memory for all of the run; state on drives that `load` has placed is not counted anew."""
-    num_drives: int = 0
-    """On which state is; 0: all of it is in RAM."""
+
+    @property
+    def num_drives(self) -> int:
+        """The number of drives on which state is; 0: all of it is in RAM."""
+        return 0 if self.job.tiers is None else len(self.job.tiers.nvme)
+
+    def with_batch(self, batch: StepBatch) -> Conditions:
+        """Return the conditions with a batch."""
+        return replace(self, job=replace(self.job, batch=batch))
 
 
 def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[Choice, int]:
@@ -76,9 +80,9 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
     if choice.is_resolved:
         return choice, 0
     choice = _as_held(model, choice, given)
-    spec = machine_of(given.lanes, given.precision.value, num_drives=given.num_drives)
+    spec = machine_of(given.lanes, given.job.precision.value, num_drives=given.num_drives)
     usual = default_batch(context_length(model.config), on_cpu=spec.is_cpu)
-    is_given, given = given.batch is not None, replace(given, batch=given.batch or usual)
+    is_given, given = given.job.batch is not None, given.with_batch(given.job.batch or usual)
     count = partial(_count, model, choice, given, "accelerator" if spec.has_accelerator else "cpu")
     try:
         anatomy = count()
@@ -92,7 +96,9 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
     own = sum(parameter.nbytes for parameter in model.parameters())  # becomes part of the state, or is freed
     host: HostState | None = model.__dict__.get("_megatrain_host")
     if host is not None and host.has_drives:
-        given = replace(given, host_limit=None)  # `tiers.ram`, which the state has filled
+        given = replace(
+            given, job=replace(given.job, host_limit=None)
+        )  # `tiers.ram`, which the state has filled
     request = _request(choice, given, anatomy, spec.with_ram(spec.host_bytes + own))
     plan = make_plan(request)
     if not plan.fits:
@@ -109,31 +115,31 @@ def _count(
     model: PreTrainedModel, choice: Choice, given: Conditions, device_type: str, **changes: Any
 ) -> Anatomy:
     """Count the model for a run, or with another `precision`, `micro_batch_size` or `seq_len`."""
-    assert given.batch is not None
+    assert given.job.batch is not None
     shape = {
-        "micro_batch_size": given.batch.micro_batch_size,
-        "seq_len": given.batch.seq_len,
-        "precision": given.precision.value,
-        "sequence": given.batch.sequence,
+        "micro_batch_size": given.job.batch.micro_batch_size,
+        "seq_len": given.job.batch.seq_len,
+        "precision": given.job.precision.value,
+        "sequence": given.job.batch.sequence,
     }
     chunk = choice.given.get("head_chunk_tokens")
     return count_model(model, **{**shape, **changes}, head_chunk_tokens=chunk, device_type=device_type)
 
 
 def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: HardwareSpec) -> Request:
-    assert given.batch is not None
+    assert given.job.batch is not None
     return Request(
         spec=spec,
         anatomy=anatomy,
-        batch=given.batch,
-        optimizer_name=given.optimizer.name,
-        state=given.optimizer.state,
+        batch=given.job.batch,
+        optimizer_name=given.job.optimizer.name,
+        state=given.job.optimizer.state,
         compiles=given.compiles,
         deterministic=given.deterministic,
         commit_every=1 if given.num_drives else None,
         names_drives=given.num_drives > 0,
         device_limit=given.lanes.device_limit,
-        host_limit=given.host_limit,
+        host_limit=given.job.host_limit,
         choice=choice,
     )
 
@@ -147,7 +153,7 @@ def _as_held(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choic
     if choice.fragments == AUTO:
         for fragments in (False, True):
             blocks = find_blocks(model, fragments=fragments)
-            if list(host.layouts) == plan_layouts(model, blocks, given.precision):
+            if list(host.layouts) == plan_layouts(model, blocks, given.job.precision):
                 return replace(choice, fragments=fragments)
     return choice
 
@@ -155,12 +161,14 @@ def _as_held(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choic
 def _conservative(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choice:
     layers = {parts: group_layers(find_blocks(model, fragments=parts)) for parts in (False, True)}
 
+    one = replace(given.job, batch=None, ranks=ALONE)  # one micro-batch at a time
+
     def fits(found: Choice) -> bool:
         blocks = find_blocks(model, fragments=found.fragments)
-        layouts = plan_layouts(model, blocks, given.precision)
+        layouts = plan_layouts(model, blocks, given.job.precision)
         residents = residents_of(found, blocks)
         try:
-            require_device_memory(blocks, layouts, given.lanes, found, residents, optimizer=given.optimizer)
+            require_device_memory(blocks, layouts, given.lanes, found, residents, one)
         except CapacityError:
             return False
         return True

@@ -1,0 +1,1 @@
+"""A model begins to stream: it is loaded or given, planned for its job, and bound to host state."""
