@@ -261,38 +261,19 @@ class Engine:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
-        max_grad_norm: float | None = 1.0,
-        no_decay: Iterable[str] | None = None,
-        groups: Sequence[Mapping[str, Any]] | None = None,
-        updates: str | None = None,
-        state: str | None = None,
-        seed: int = 0,
+        **options: Any,
     ) -> StreamedOptimizer:
-        """Make AdamW: `make_optimizer`, to which all other arguments go, with AdamW's own settings.
+        """Make AdamW, as `make_optimizer` does.
 
         Args:
             lr: The learning rate; schedulers write `param_groups[i]["lr"]`.
             betas: The decays of the two moments.
             eps: The number that is added to the root of the second moment.
-            weight_decay: The decoupled decay of all parameters but `no_decay`.
-            max_grad_norm: The norm to which gradients are clipped; None: no clipping.
-            no_decay: Patterns of parameters without decay.
-            groups: Groups of parameters with `lr`, `weight_decay`, `betas`, `eps` of their own.
-            updates: The moment at which blocks are updated, as in `make_optimizer`.
-            state: The format of the moments: `fp32`, `bf16` or `int8`.
-            seed: The seed of the stochastic rounding of `bf16` and `int8`.
+            weight_decay: The decoupled decay of all parameters but those of `no_decay`.
+            **options: The other arguments of `make_optimizer`.
         """
-        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        return self.make_optimizer(
-            adamw.FP32.name,
-            max_grad_norm=max_grad_norm,
-            no_decay=no_decay,
-            groups=groups,
-            updates=updates,
-            state=state,
-            seed=seed,
-            **settings,
-        )
+        own: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return self.make_optimizer(adamw.FP32.name, **own, **options)
 
     def make_optimizer(
         self,
