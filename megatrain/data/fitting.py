@@ -18,7 +18,7 @@ from megatrain.errors import DataError
 from megatrain.objective.rows import kind_of
 
 ALL_MASKED = "no token of it is trained on"
-TOO_LONG = "longer than data.seq_len (data.too_long=drop)"
+TOO_LONG = "it is longer than data.seq_len (data.too_long=drop)"
 
 
 class NotTextError(DataError):

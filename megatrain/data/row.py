@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+EMPTY_TEXT = "the text is empty"
+"""The reason that counts rows with nothing to train on."""
+
 
 class RowError(Exception):
     """The reason why a row cannot be used.
 
     Args:
         reason: The reason, in the same words for all rows with this fault, since they are counted by it.
-        detail: The fault of this particular row.
+        detail: The fault of this particular row, in other words.
+        more: The words about this particular row that follow the reason, in the place of a detail.
         is_fault: Whether something is wrong; False for an empty document, which has nothing to train on.
     """
 
-    def __init__(self, reason: str, detail: str = "", *, is_fault: bool = True) -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
-        self.detail = detail or reason
+    def __init__(self, reason: str, detail: str = "", *, more: str = "", is_fault: bool = True) -> None:
+        self.reason, self.detail = reason, detail or reason + more
+        super().__init__(self.detail)
         self.is_fault = is_fault
 
 

@@ -46,7 +46,7 @@ def test_what_is_trained_on_is_marked(
     text = inspect(capsys, *arguments)
     lines = text.splitlines()
     assert lines[0] == f"{path}: messages; 3 rows read, 2 examples kept, 1 dropped"
-    assert lines[1] == f"  dropped: not valid JSON: 1 ({path}:2)"
+    assert lines[1] == f"  dropped: it is not valid JSON: 1 ({path}:2)"
     assert f"example {path}:1, trained on what is in [[ ]]:" in lines
     assert text.count("[[good day<|endoftext|>]]") == 1
     assert "[[hello" not in text
@@ -123,7 +123,7 @@ def test_nothing_to_train_on_ends_with_4(
     row = {"input_ids": [1, 2], "labels": [-100, -100]}
     assert "0 trained on" in inspect(capsys, "--data", write(tmp_path, row), tokenizer, code=4)
     problem = inspect(capsys, "--data", write(tmp_path, "{"), code=4)
-    assert "a.jsonl, line 1: not valid JSON" in problem
+    assert "a.jsonl, line 1: it is not valid JSON" in problem
     assert inspect(capsys, code=2).startswith("error: command line: data.path is required")
 
 

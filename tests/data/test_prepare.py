@@ -412,7 +412,7 @@ def test_examples_that_are_dropped_for_their_length_are_counted_and_warned_of(
     count = 70 - dropped.counts.kept
     assert 0 < count == dropped.counts.too_long
     assert dropped.read[0].endswith(f"{70 - count} examples kept, {count} dropped")
-    assert f"dropped: longer than data.seq_len (data.too_long=drop): {count} (" in dropped.read[1]
+    assert f"dropped: it is longer than data.seq_len (data.too_long=drop): {count} (" in dropped.read[1]
     assert dropped.warning is not None
     assert f"{count} of 70 examples are left out, since they are longer than" in dropped.warning
     stops = DataConfig(path=str(file), on_bad_row="stop")  # type: ignore[arg-type]

@@ -100,22 +100,30 @@ def test_parquet_of_several_row_groups_and_string_types(tmp_path: Path) -> None:
         ("a.txt", b"", ["is empty"]),
         ("a.jsonl", b"", ["is empty"]),
         ("a.parquet", b"", ["is empty"]),
-        ("a.txt", b" \n ", ["no text in the file"]),
+        ("a.txt", b" \n ", ["has no text, only empty documents"]),
         ("a.jsonl", b"\n\n", ["has no rows"]),
-        ("a.jsonl", b'{"text": ""}\n', ["no text in the file"]),
+        ("a.jsonl", b'{"text": ""}\n', ["has no text, only empty documents"]),
         ("a.json", b"[]", ["has no rows"]),
         ("a.txt", b"ab\ncd\xff\n", ["line 2: byte 5 is not valid UTF-8 (0xff"]),
         ("a.txt", "caf\u00e9".encode("utf-16"), ["is UTF-16, and text is read as UTF-8"]),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["line 2: byte 24 is not valid UTF-8 (0xe9"]),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ["line 2: not valid JSON (column 13:"]),
-        ("a.jsonl", b'{"text": "a"} {"text": "b"}\n', ["line 1: not valid JSON (column 15: Extra data"]),
-        ("a.json", b'[{"text": "a"},\n{"text": }]', ["not valid JSON (line 2, column 10:"]),
-        ("a.jsonl", b"[" * 100_000, ["not readable as JSON"]),
-        ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["line 1: not readable as JSON"]),
-        ("a.jsonl", b'"text"\n', ["line 1: expected an object", "found a string"]),
-        ("a.json", b"[1]", ["row 1: expected an object", "found a number"]),
-        ("a.jsonl", b'{"body": "a", "n": 1}\n', ['line 1: no column "text"', "body, n", "data.text_column"]),
-        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', ['line 2: no column "text"']),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ["line 2: it is not valid JSON (column 13:"]),
+        (
+            "a.jsonl",
+            b'{"text": "a"} {"text": "b"}\n',
+            ["line 1: it is not valid JSON (column 15: Extra data"],
+        ),
+        ("a.json", b'[{"text": "a"},\n{"text": }]', ["is not valid JSON (line 2, column 10:"]),
+        ("a.jsonl", b"[" * 100_000, ["is not readable as JSON"]),
+        ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}", ["line 1: it is not readable as JSON"]),
+        ("a.jsonl", b'"text"\n', ["line 1: it is a string, not an object"]),
+        ("a.json", b"[1]", ["row 1: it is a number, not an object"]),
+        (
+            "a.jsonl",
+            b'{"body": "a", "n": 1}\n',
+            ['line 1: there is no column "text"', "body, n", "data.text_column"],
+        ),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', ['line 2: there is no column "text"']),
         ("a.jsonl", b'{"text": "a"}\n{"text": 5}\n', ['line 2: column "text" holds a number, not text']),
         ("a.jsonl", b'{"text": null}\n', ['line 1: column "text" holds null, not text']),
         ("a.jsonl", b'{"text": ["a"]}\n', ['line 1: column "text" holds a list, not text']),
@@ -139,7 +147,10 @@ def test_bad_parquet_is_one_clear_sentence(tmp_path: Path) -> None:
     write_parquet(path, {"text": [1, 2]})
     assert 'row 1: column "text" holds a number, not text' in problem_of(path)
     write_parquet(path, {"body": ["a"], "n": [1]})
-    assert 'no column "text"; the columns are body, n; choose one with data.text_column' in problem_of(path)
+    assert (
+        'there is no column "text"; the columns are body, n; choose one with data.text_column'
+        in problem_of(path)
+    )
     write_parquet(path, {"text": []})
     assert "has no rows" in problem_of(path)
     write_parquet(path, {"text": ["a"] * 1000})

@@ -7,7 +7,7 @@ from typing import Any
 from megatrain.data.example import ChatExample, CompletionExample, Message, Source, TextExample
 from megatrain.data.formats.fields import Fields, parse, unicode_text
 from megatrain.data.formats.turns import Spelling, tools_of
-from megatrain.data.row import RowError, kind
+from megatrain.data.row import EMPTY_TEXT, RowError, kind
 
 
 def text(fields: Fields, place: Source) -> list[TextExample]:
@@ -17,7 +17,7 @@ def text(fields: Fields, place: Source) -> list[TextExample]:
         raise _no_text(fields)
     document = unicode_text(value, f'column "{fields.column("text")}"')
     if not document.strip():
-        raise RowError("empty text", is_fault=False)
+        raise RowError(EMPTY_TEXT, is_fault=False)
     return [TextExample(source=place, text=document)]
 
 
@@ -29,10 +29,9 @@ def _no_text(fields: Fields) -> RowError:
     if name in fields.row:
         return fields.missing("text")
     return RowError(
-        f'no column "{name}"',
-        f'no column "{name}"; the columns are {", ".join(map(str, fields.row)) or "none"}; choose one with '
-        "data.text_column, or those of instructions and answers with "
-        "data.columns='{instruction: COLUMN, output: COLUMN}'",
+        f'there is no column "{name}"',
+        more=f"; the columns are {fields.names}; choose one with data.text_column, or those of instructions "
+        "and answers with data.columns='{instruction: COLUMN, output: COLUMN}'",
     )
 
 
@@ -60,7 +59,7 @@ def check_answered(messages: tuple[Message, ...]) -> None:
     """
     answers = [message for message in messages if message.role == "assistant"]
     if not answers:
-        raise RowError("no turn of the assistant")
+        raise RowError("the assistant has no turn")
     if not any(message.content.strip() or message.tool_calls for message in answers):
         raise RowError("the assistant says nothing")
 
@@ -80,12 +79,12 @@ def instruction_of(fields: Fields) -> tuple[Message, ...]:
     messages = list(system_of(fields))
     for pair in fields.as_list(fields.get("history") or [], f'column "{fields.column("history")}"'):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError("history that is not pairs of turns")
+            raise RowError("the history is not pairs of turns")
         for role, turn in zip(("user", "assistant"), pair, strict=True):
             messages.append(Message(role=role, content=fields.as_text(turn, "a turn of the history")))
     parts = [part for part in (fields.text("instruction"), fields.optional_text("input")) if part]
     if not any(part.strip() for part in parts):
-        raise RowError("an empty instruction")
+        raise RowError("the instruction is empty")
     return (*messages, Message(role="user", content="\n".join(parts)))
 
 
@@ -94,11 +93,10 @@ def alpaca(fields: Fields, place: Source, spelling: Spelling) -> list[ChatExampl
     for name in ("instruction", "output"):
         value = fields.get(name)
         if value is not None and spelling.is_of_turns(spelling.parsed(value, fields, f'column "{name}"')):
-            column = fields.column(name)
             raise RowError(
-                f'column "{column}" holds turns, not text',
-                f'column "{column}" holds turns, not text; use data.format=prompt_completion, and say with '
-                "data.columns in which columns prompt and completion are",
+                f'column "{fields.column(name)}" holds turns, not text',
+                more="; use data.format=prompt_completion, and say with data.columns in which columns prompt "
+                "and completion are",
             )
     instances = fields.row.get("instances")
     if isinstance(instances, list) and fields.get("output") is None:
@@ -107,14 +105,14 @@ def alpaca(fields: Fields, place: Source, spelling: Spelling) -> list[ChatExampl
 
 
 def _refuse_no_instance() -> list[ChatExample]:
-    raise RowError("an instruction without instances")
+    raise RowError("the instruction has no instances")
 
 
 def _answered(fields: Fields, place: Source, instance: Any) -> ChatExample:
     row = fields.row
     if instance is not None:
         if not isinstance(instance, dict):
-            raise RowError("an instance that is not an object")
+            raise RowError("an instance is not an object")
         fields.row = {**row, **instance}
     try:
         messages = instruction_of(fields)
@@ -123,7 +121,7 @@ def _answered(fields: Fields, place: Source, instance: Any) -> ChatExample:
     finally:
         fields.row = row
     if not answer.strip():
-        raise RowError("an empty answer", f'column "{fields.column("output")}" is empty')
+        raise RowError("the answer is empty", f'column "{fields.column("output")}" is empty')
     messages = (*messages, Message(role="assistant", content=answer))
     return ChatExample(source=place, messages=messages, tools=tools, options=options_of(fields))
 
@@ -136,7 +134,7 @@ def prompt_completion(
     if not (spelling.is_of_turns(prompt) or spelling.is_of_turns(completion)):
         end = fields.as_text(completion, f'column "{fields.column("completion")}"')
         if not end.strip():
-            raise RowError("an empty completion", f'column "{fields.column("completion")}" is empty')
+            raise RowError("the completion is empty", f'column "{fields.column("completion")}" is empty')
         start = fields.as_text(prompt, f'column "{fields.column("prompt")}"')
         return [CompletionExample(source=place, prompt=start, completion=end)]
     asked = side(prompt, "user", fields, spelling, "prompt")
@@ -186,5 +184,5 @@ def options_of(fields: Fields) -> dict[str, Any]:
         raise RowError(f"{what} is not an object", f"{what} holds {kind(options)}, not an object")
     taken = next((name for name in _RENDERED_WITH if name in options), None)
     if taken is not None:
-        raise RowError(f"{what} gives {taken}", f"{what} gives {taken}, which the row has a column for")
+        raise RowError(f"{what} gives {taken}", more=", which the row has a column for")
     return options

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.data.example import Example, Source
 from megatrain.data.formats.chat import alpaca, conversation, prompt_completion, text
-from megatrain.data.formats.fields import Fields
+from megatrain.data.formats.fields import NOT_READ, Fields
 from megatrain.data.formats.judged import as_label, kto, preference
 from megatrain.data.formats.tokens import tokens
 from megatrain.data.formats.turns import Spelling
@@ -64,8 +64,7 @@ class Converter:
         self.fields.take(row)
         media = self.fields.media()
         if media:
-            reason = "images, video or sound, which are not read"
-            raise RowError(reason, f'{reason}: column "{media}"')
+            raise RowError(NOT_READ, more=f': column "{media}"')
         return list(self._convert(self.fields, place))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatrain.data.row import RowError, kind
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+NOT_READ = "it has images, video or sound, which are not read"
 
 
 class Fields:
@@ -70,10 +71,14 @@ class Fields:
         """Return the error of a row that lacks a field."""
         name = self.column(field)
         if name in self.row:
-            return RowError(f'column "{name}" holds null', f'column "{name}" holds null, not text')
-        columns = ", ".join(map(str, self.row)) or "none"
+            return RowError(f'column "{name}" holds null', more=", not text")
         ways = "" if self._is_closed else f"; name it with data.columns='{{{field}: COLUMN}}'"
-        return RowError(f'no column "{name}"', f'no column "{name}"; the columns are {columns}{ways}')
+        return RowError(f'there is no column "{name}"', more=f"; the columns are {self.names}{ways}")
+
+    @property
+    def names(self) -> str:
+        """Return the columns of the row, as errors list them."""
+        return ", ".join(map(str, self.row)) or "none"
 
     def absent(self) -> str | None:
         """Return the first field, other than raw text, whose column the row lacks; None if it has all."""
@@ -87,7 +92,7 @@ class Fields:
             RowError: The value is neither text nor a number, or is text that is not Unicode.
         """
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            self.repairs.append("a number taken as text")
+            self.repairs.append("a number was taken as text")
             return json.dumps(value)
         return unicode_text(value, what)
 
@@ -99,7 +104,7 @@ class Fields:
         """
         if isinstance(value, str) and value.lstrip().startswith("["):
             value = parse(value, what)
-            self.repairs.append("a list taken from JSON text")
+            self.repairs.append("a list was taken from JSON text")
         if not isinstance(value, list):
             raise RowError(f"{what} is not a list", f"{what} holds {kind(value)}, not a list")
         return value
@@ -117,8 +122,7 @@ def unicode_text(value: Any, what: str) -> str:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            reason = f"{what} holds half a surrogate pair"
-            raise RowError(reason, f"{reason}, not text") from error
+            raise RowError(f"{what} holds half a surrogate pair", more=", not text") from error
     return value
 
 
@@ -135,4 +139,4 @@ def parse(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{what} is not valid JSON", f"{what} is not valid JSON ({error})") from error
+        raise RowError(f"{what} is not valid JSON", more=f" ({error})") from error

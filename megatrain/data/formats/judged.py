@@ -95,11 +95,13 @@ def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
 def _check_answer(answer: Turns, name: str) -> None:
     if isinstance(answer, str):
         if not answer.strip():
-            raise RowError(f"an empty {name} answer")
+            raise RowError(f"the {name} answer is empty")
     elif not any(
         message.role == "assistant" and (message.content.strip() or message.tool_calls) for message in answer
     ):
-        raise RowError(f"an empty {name} answer", f"{name} has no turn in which the assistant says something")
+        raise RowError(
+            f"the {name} answer is empty", f"{name} has no turn in which the assistant says something"
+        )
 
 
 def kto(fields: Fields, place: Source, spelling: Spelling) -> list[KtoExample]:
@@ -158,5 +160,5 @@ def _label(fields: Fields) -> bool:
             f'column "{fields.column("label")}" holds {value!r:.40} ({kind(value)}), not true or false',
         )
     if not isinstance(value, bool):
-        fields.repairs.append("a judgement taken from a number or text")
+        fields.repairs.append("a judgement was taken from a number or text")
     return label

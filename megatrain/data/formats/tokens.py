@@ -22,9 +22,11 @@ def tokens(fields: Fields, place: Source) -> list[TokensExample]:
     """
     ids = _numbers(fields, "input_ids")
     if not ids:
-        raise RowError("no tokens", f'column "{fields.column("input_ids")}" is empty', is_fault=False)
+        raise RowError(
+            "there are no tokens", f'column "{fields.column("input_ids")}" is empty', is_fault=False
+        )
     if min(ids) < 0:
-        raise RowError("a negative token id")
+        raise RowError("a token id is negative")
     labels = _optional(fields, "labels", len(ids))
     for mask in (_optional(fields, name, len(ids)) for name in _MASKS):
         if mask is not None:
@@ -33,16 +35,16 @@ def tokens(fields: Fields, place: Source) -> list[TokensExample]:
     positions = _optional(fields, "position_ids", len(ids))
     attended = _optional(fields, "attention_mask", len(ids))
     if attended is not None and not all(attended):
-        fields.repairs.append("padding left out")
+        fields.repairs.append("padding was left out")
         seen = [place for place, number in enumerate(attended) if number]
         ids, attended = tuple(ids[place] for place in seen), tuple(attended[place] for place in seen)
         labels = labels and tuple(labels[place] for place in seen)
         positions = positions and tuple(positions[place] for place in seen)
     if not ids:
-        raise RowError("no tokens", "attention_mask leaves no token", is_fault=False)
+        raise RowError("there are no tokens", "attention_mask leaves no token", is_fault=False)
     starts = _starts(fields, len(ids), positions, attended)
     if len(starts) > 1:
-        fields.repairs.append("documents that share a row taken apart")
+        fields.repairs.append("documents that share a row were taken apart")
     return [
         TokensExample(source=place, input_ids=ids[start:end], labels=labels and labels[start:end])
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)
@@ -63,12 +65,12 @@ def _starts(
         starts = np.zeros(count, dtype=np.int64)
         starts[found["position_ids"]] = found["position_ids"]
         if positions != tuple(np.arange(count) - np.maximum.accumulate(starts)) or positions[0] != 0:
-            raise RowError("position_ids that do not count from 0 in each document")
+            raise RowError("position_ids do not count from 0 in each document")
     if fields.get("seq_lengths") is not None:
         lengths = _numbers(fields, "seq_lengths")
         if sum(lengths) != count or min(lengths, default=0) < 1:
             raise RowError(
-                "seq_lengths that are not those of the tokens",
+                "seq_lengths are not those of the tokens",
                 f"seq_lengths add up to {sum(lengths):,}, and there are {count:,} tokens",
             )
         found["seq_lengths"] = [sum(lengths[:number]) for number in range(len(lengths))]
@@ -93,7 +95,9 @@ def _optional(fields: Fields, name: str, count: int) -> tuple[int, ...] | None:
 
 def _check_length(values: tuple[int, ...], count: int, name: str) -> None:
     if len(values) != count:
-        raise RowError(f"{name} of another length than input_ids", f"{len(values)} {name} for {count} tokens")
+        raise RowError(
+            f"{name} has another length than input_ids", f"there are {len(values)} {name} for {count} tokens"
+        )
 
 
 def _numbers(fields: Fields, field: str) -> tuple[int, ...]:

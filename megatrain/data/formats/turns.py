@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.data.example import Message
-from megatrain.data.formats.fields import Fields, parse
+from megatrain.data.formats.fields import NOT_READ, Fields, parse
 from megatrain.data.row import RowError, kind
 
 _CALL = "call"
@@ -87,12 +87,12 @@ class Spelling:
             if _LIKE_TURNS.match(value):
                 raise RowError(
                     f"{what} holds turns that are not valid JSON",
-                    f"{what} holds turns that are not valid JSON ({error}); write them with json.dumps",
+                    more=f" ({error}); write them with json.dumps",
                 ) from error
             return value
         if not self.is_of_turns(turns) or self.role_of(turns[0]) is None:
             return value  # an answer may be JSON too
-        fields.repairs.append("a list taken from JSON text")
+        fields.repairs.append("a list was taken from JSON text")
         return turns
 
     def is_of_turns(self, value: Any) -> bool:
@@ -110,13 +110,13 @@ class Spelling:
     def _message(self, turn: Any, fields: Fields, what: str, names: dict[str, str]) -> Message:
         """Read a turn; `names` maps the id of each call so far to its tool."""
         if not isinstance(turn, dict):
-            raise RowError("a turn that is not an object", f"{what} is {kind(turn)}, not an object")
+            raise RowError("a turn is not an object", f"{what} is {kind(turn)}, not an object")
         role = self.role_of(turn)
         if role is None:
             spoken = next((turn[key] for key in self.role_keys if key in turn), None)
             known = ", ".join(self.roles)
             raise RowError(
-                "a role that is not known",
+                "a role is not known",
                 f"{what}: the role {spoken!r} is not known; known are {known}, and data.tags names others",
             )
         content = next((turn[key] for key in self.content_keys if turn.get(key) is not None), None)
@@ -128,12 +128,12 @@ class Spelling:
             role, calls, content = "assistant", _calls_in_text(content, what), ""
         if role == "tool" and _is_result(content):
             content = json.dumps(content, ensure_ascii=False)
-            fields.repairs.append("what a tool returned taken as JSON text")
+            fields.repairs.append("what a tool returned was taken as JSON text")
         if isinstance(content, list):
             parts, parts_reasoning, parts_calls = _parts(content, fields, what)
             content, reasoning, calls = "".join(parts), reasoning + parts_reasoning, calls + parts_calls
         if content is None and not calls:
-            raise RowError("a turn without content", f"{what} has no content")
+            raise RowError("a turn has no content", f"{what} has no content")
         answered = turn.get("tool_call_id")
         name = turn.get("name") or (names.get(str(answered)) if role == "tool" else None)
         more = {key: value for key, value in turn.items() if key not in self._known and value is not None}
@@ -170,10 +170,9 @@ def _parts(parts: list[Any], fields: Fields, what: str) -> tuple[list[str], list
             continue
         form = part.get("type") if isinstance(part, dict) else None
         if not isinstance(form, str):
-            raise RowError("a part without a type", f"{what} has a part without a type")
+            raise RowError("a part has no type", f"{what} has a part without a type")
         if form.startswith(_MEDIA_PARTS) or form.endswith(_MEDIA_PARTS):
-            reason = "images, video or sound, which are not read"
-            raise RowError(reason, f"{reason}: {what} has a part of type {form}")
+            raise RowError(NOT_READ, more=f": {what} has a part of type {form}")
         value = next(
             (part[key] for key in ("value", form, "text", "content") if part.get(key) is not None), ""
         )
@@ -184,7 +183,7 @@ def _parts(parts: list[Any], fields: Fields, what: str) -> tuple[list[str], list
         elif form in ("tool_call", "function_call"):
             calls += _calls_in_text(value, what)
         else:
-            raise RowError("a part of a type that is not known", f"{what} has a part of type {form}")
+            raise RowError("a part has a type that is not known", f"{what} has a part of type {form}")
     return texts, reasoning, calls
 
 
@@ -204,7 +203,7 @@ def _calls_of(turn: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
 def _call(call: Any, what: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
-        raise RowError("a tool call without a name", f"{what} has a tool call without a name")
+        raise RowError("a tool call has no name", f"{what} has a tool call without a name")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments = parse(arguments, "arguments of a tool call") if arguments.strip() else {}
@@ -219,7 +218,7 @@ def _weight(turn: Mapping[str, Any], what: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise RowError("a loss weight that is not a number from 0", f"{what} has the loss weight {value!r}")
+        raise RowError("a loss weight is not a number from 0", f"{what} has the loss weight {value!r}")
     return float(value)
 
 
@@ -236,6 +235,6 @@ def tools_of(fields: Fields) -> tuple[Mapping[str, Any], ...]:
     for tool in tools if isinstance(tools, list) else [tools] if tools else []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError("a tool without a name")
+            raise RowError("a tool has no name")
         found.append({"type": "function", "function": function})
     return tuple(found)

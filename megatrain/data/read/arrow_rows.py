@@ -28,7 +28,7 @@ def read_columnar(path: str, *, builder: str) -> Iterator[Row]:
             raise DataError(f"{path} has no rows; remove it from data.path")
         return datasets.load_dataset(builder, data_files=[path], split="train", streaming=True)
 
-    yield from _rows(load, f"{path}: not readable as {builder}")
+    yield from _rows(load, f"{path} is not readable as {builder}")
 
 
 def read_saved(path: str, *, split: str | None = None) -> Iterator[Row]:
@@ -38,7 +38,7 @@ def read_saved(path: str, *, split: str | None = None) -> Iterator[Row]:
     def load() -> Any:
         return choose_split(datasets.load_from_disk(path), split, path)
 
-    yield from _rows(load, f"{path}: not readable as a saved dataset")
+    yield from _rows(load, f"{path} is not readable as a saved dataset")
 
 
 def read_hub(
@@ -61,7 +61,7 @@ def read_hub(
             )
         return choose_split(loaded, split, path)
 
-    yield from _rows(load, f"{path}: cannot be read from the Hugging Face hub", shows_progress=True)
+    yield from _rows(load, f"{path} cannot be read from the Hugging Face hub", shows_progress=True)
 
 
 @lru_cache
@@ -90,7 +90,7 @@ def choose_split(loaded: Any, split: str | None, path: str) -> Any:
     """
     if not isinstance(loaded, dict):
         if split is not None and str(loaded.split or split) != split:
-            raise DataError(f"{path}: holds the split {loaded.split}, not {split}; check data.split")
+            raise DataError(f"{path} holds the split {loaded.split}, not {split}; check data.split")
         return loaded
     names = ", ".join(map(str, loaded))
     wanted = split or (
@@ -99,7 +99,7 @@ def choose_split(loaded: Any, split: str | None, path: str) -> Any:
     if wanted is None:
         raise DataError(f"{path} has the splits {names}; choose one with data.split")
     if wanted not in loaded:
-        raise DataError(f"{path}: no split {wanted}; it has {names}; check data.split")
+        raise DataError(f"{path} has no split {wanted}; it has {names}; check data.split")
     return loaded[wanted]
 
 

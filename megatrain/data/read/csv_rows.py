@@ -54,8 +54,7 @@ def read_csv(path: str, *, delimiter: str = ",") -> Iterator[Row]:
             except StopIteration:
                 return
             except csv.Error as error:
-                fault = RowError("not readable as CSV", f"not readable as CSV ({error})")
-                yield Row(number, fault, "line")
+                yield Row(number, RowError("it is not readable as CSV", more=f" ({error})"), "line")
                 continue
             if cells:
                 yield Row(number, _cells(header, cells), "line")
@@ -152,12 +151,12 @@ def _quoted(text: str) -> list[str] | None:
 def _cells(header: list[str], cells: list[str]) -> dict[str, str] | RowError:
     if len(cells) != len(header):
         return RowError(
-            "another number of cells than the header",
-            f"{len(cells)} cells, but the header names {len(header)} columns",
+            "it has another number of cells than the header",
+            f"it has {len(cells)} cells, but the header names {len(header)} columns",
         )
     for name, cell in zip(header, cells, strict=True):
         if not cell.isascii() and any("\udc80" <= character <= "\udcff" for character in cell):
             return RowError(
-                "not valid UTF-8", f'column "{name}" is not valid UTF-8; convert the file to UTF-8'
+                "it is not valid UTF-8", f'column "{name}" is not valid UTF-8; convert the file to UTF-8'
             )
     return dict(zip(header, cells, strict=True))

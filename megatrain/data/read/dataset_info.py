@@ -35,19 +35,19 @@ def entry_of(source: SourceConfig) -> SourceConfig:
     """
     file = registry(source.path)
     if file is None:
-        raise DataError(f"{source.path}: no {FILE} there, and data.dataset names {source.dataset} of it")
+        raise DataError(f"{source.path} has no {FILE}, and data.dataset names {source.dataset} of it")
     with os_errors("read", str(file), DataError):
         raw = file.read_bytes()
     try:
         entries = json.loads(raw.decode("utf-8-sig"))
     except ValueError as error:
-        raise DataError(f"{file}: not valid JSON ({error})") from error
+        raise DataError(f"{file} is not valid JSON ({error})") from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise DataError(f"{file} must be an object of entries, each of which is an object")
     if source.dataset is None:
         raise DataError(f"{file} has {len(entries)} entries; choose with data.dataset: {_some(entries)}")
     if source.dataset not in entries:
-        raise DataError(f"{file}: no entry {source.dataset}; it has {_some(entries)}; check data.dataset")
+        raise DataError(f"{file} has no entry {source.dataset}; it has {_some(entries)}; check data.dataset")
     entry = entries[source.dataset]
     where = f"{file}, entry {source.dataset}"
     own = {key: value for key, value in source if value not in (None, {}, "auto")}

@@ -41,15 +41,15 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowError("not valid JSON", f"not valid JSON (column {error.colno}: {error.msg})") from error
+        raise RowError("it is not valid JSON", more=f" (column {error.colno}: {error.msg})") from error
     except (ValueError, RecursionError) as error:  # Python refuses long numbers and deep nesting
-        raise RowError("not readable as JSON", f"not readable as JSON ({error})") from error
+        raise RowError("it is not readable as JSON", more=f" ({error})") from error
 
 
 def _object(value: Any) -> Any:
     if isinstance(value, dict):
         return value
-    return RowError("not an object", f'expected an object such as {{"text": "..."}}, found {kind(value)}')
+    return RowError("it is not an object", f'it is {kind(value)}, not an object such as {{"text": "..."}}')
 
 
 def _elements(file: IO[bytes], path: str) -> Iterator[Any]:
@@ -112,8 +112,8 @@ class _Text:
         """Return the error of a file that breaks off or goes wrong at a position."""
         line, column = self._place(position)
         return DataError(
-            f"{self._path}: not valid JSON (line {line}, column {column}: {message}); a JSON array cannot be "
-            "read past a fault: repair the file, or write one object per line (.jsonl)"
+            f"{self._path} is not valid JSON (line {line}, column {column}: {message}); a JSON array cannot "
+            "be read past a fault: repair the file, or write one object per line (.jsonl)"
         )
 
     def peek(self) -> str:
@@ -144,7 +144,7 @@ class _Text:
                 if len(self._buffer) - self.position > MOST_ROW_BYTES or not (cut and self._more()):
                     raise self.fault(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{self._path}: not readable as JSON ({error})") from error
+                raise DataError(f"{self._path} is not readable as JSON ({error})") from error
             else:
                 if end < len(self._buffer) or not self._more():  # a number could go on
                     self.position = end

@@ -12,7 +12,7 @@ from megatrain.data.formats.detect import Converter, Recipe, detect
 from megatrain.data.read.dataset_info import entry_of, registry
 from megatrain.data.read.files import RowFile, row_files
 from megatrain.data.read.report import SourceReport
-from megatrain.data.row import Row, RowError
+from megatrain.data.row import EMPTY_TEXT, Row, RowError
 from megatrain.errors import DataError
 
 _ROWS_LOOKED_AT = 100
@@ -93,13 +93,11 @@ class SourceReader:
 
     def _useless(self, report: SourceReport) -> DataError:
         """Return the error of a source without a usable row, which names its first fault."""
-        if set(report.dropped) == {"empty text"}:
-            return DataError(
-                f"{self.name}: no text in the file, only empty documents; remove it from data.path"
-            )
+        if set(report.dropped) == {EMPTY_TEXT}:
+            return DataError(f"{self.name} has no text, only empty documents; remove it from data.path")
         if not report.num_rows:
             return DataError(f"{self.name} has no rows; remove it from data.path")
-        first = next((tally for reason, tally in report.dropped.items() if reason != "empty text"))
+        first = next((tally for reason, tally in report.dropped.items() if reason != EMPTY_TEXT))
         file = first.places[0].file
         where = f"{file}, {first.detail}"
         return DataError(

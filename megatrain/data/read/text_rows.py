@@ -14,7 +14,7 @@ _MOST_REST_BYTES = 2**20
 """The distance from there to the end of a line; a longer line is cut between two characters."""
 MOST_ROW_BYTES = 256 * 2**20
 """The size of one row, so that a file without line ends is not read into memory as a whole."""
-TOO_LONG = f"a row of more than {MOST_ROW_BYTES / 2**20:g} MiB"
+TOO_LONG = f"the row has more than {MOST_ROW_BYTES / 2**20:g} MiB"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """The byte order marks at the beginning of UTF-16 files."""
 
@@ -38,7 +38,7 @@ def decode(raw: bytes, *, offset: int = 0) -> str:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RowError(
-            "not valid UTF-8",
+            "it is not valid UTF-8",
             f"byte {offset + error.start} is not valid UTF-8 (0x{raw[error.start]:02x}, {error.reason}); "
             "convert the file to UTF-8",
         ) from error

@@ -372,7 +372,7 @@ def _of_tokens(example: TokensExample) -> Words | Refused:
         return join_words(ids, np.ones(len(ids), dtype=np.bool_))
     labels = np.array(example.labels, dtype=np.int64)
     if labels.shape != ids.shape:
-        return Refused(f"{len(ids)} input_ids and {len(labels)} labels; each token has one label")
+        return Refused(f"there are {len(ids)} input_ids and {len(labels)} labels; each token has one label")
     trained = labels != -100
     if (labels[trained] != ids[trained]).any():
         return Refused("a label differs from its token; labels are the input_ids, or -100 where not trained")

@@ -466,10 +466,19 @@ def test_no_row_whatever_is_more_than_a_row_error(row: dict[str, Any], name: str
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({"format": "alpaca"}, 'no column "instruction"; the columns are Q, A; name it with data.columns='),
-        ({"columns": {"instruction": "q", "output": "A"}}, 'no column "q"; the columns are Q, A; name it'),
-        ({"columns": {"output": "A"}}, 'no column "text"; the columns are Q, A; choose one with'),
-        ({"format": "text"}, 'no column "text"; the columns are Q, A; choose one with data.text_column'),
+        (
+            {"format": "alpaca"},
+            'there is no column "instruction"; the columns are Q, A; name it with data.columns=',
+        ),
+        (
+            {"columns": {"instruction": "q", "output": "A"}},
+            'there is no column "q"; the columns are Q, A; name it',
+        ),
+        ({"columns": {"output": "A"}}, 'there is no column "text"; the columns are Q, A; choose one with'),
+        (
+            {"format": "text"},
+            'there is no column "text"; the columns are Q, A; choose one with data.text_column',
+        ),
     ],
 )
 def test_columns_that_are_called_otherwise_are_to_be_named(

@@ -14,7 +14,7 @@ from megatrain.data.read import text_rows
 from megatrain.data.read.examples import read_examples
 from megatrain.errors import DataError
 
-MEDIA = "images, video or sound, which are not read"
+MEDIA = "it has images, video or sound, which are not read"
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
 
@@ -44,33 +44,33 @@ TOKENS = {"input_ids": [1, 2]}
 
 # What a file holds, how many examples are kept, and the rows dropped and repaired by reason.
 CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int]]]] = {
-    "half a line at the end": ("a.jsonl", lines(TEXTS, b'{"text": "y'), 1, {"not valid JSON": [2]}, {}),
-    "two objects in a line": ("a.jsonl", lines(TEXTS, b"{} {}\n"), 1, {"not valid JSON": [2]}, {}),
-    "a comma too many": ("a.jsonl", lines(TEXTS, b'{"text": "y",}\n'), 1, {"not valid JSON": [2]}, {}),
-    "single quotes": ("a.jsonl", lines(TEXTS, b"{'text': 'y'}\n"), 1, {"not valid JSON": [2]}, {}),
+    "half a line at the end": ("a.jsonl", lines(TEXTS, b'{"text": "y'), 1, {"it is not valid JSON": [2]}, {}),
+    "two objects in a line": ("a.jsonl", lines(TEXTS, b"{} {}\n"), 1, {"it is not valid JSON": [2]}, {}),
+    "a comma too many": ("a.jsonl", lines(TEXTS, b'{"text": "y",}\n'), 1, {"it is not valid JSON": [2]}, {}),
+    "single quotes": ("a.jsonl", lines(TEXTS, b"{'text': 'y'}\n"), 1, {"it is not valid JSON": [2]}, {}),
     "a line break inside a string": (
         "a.jsonl",
         lines(TEXTS, b'{"text": "y\nz"}\n', TEXTS),
         2,
-        {"not valid JSON": [2, 3]},
+        {"it is not valid JSON": [2, 3]},
         {},
     ),
-    "brackets too deep": ("a.jsonl", lines(TEXTS, deep(100_000)), 1, {"not readable as JSON": [2]}, {}),
+    "brackets too deep": ("a.jsonl", lines(TEXTS, deep(100_000)), 1, {"it is not readable as JSON": [2]}, {}),
     "a number too long": (
         "a.jsonl",
         lines(TEXTS, b'{"text": ' + b"1" * 5000 + b"}\n"),
         1,
-        {"not readable as JSON": [2]},
+        {"it is not readable as JSON": [2]},
         {},
     ),
-    "a row that is a list": ("a.jsonl", lines(TEXTS, [1]), 1, {"not an object": [2]}, {}),
-    "a row that is null": ("a.jsonl", lines(TEXTS, None), 1, {"not an object": [2]}, {}),
-    "an element that is a string": ("a.json", b'[{"text": "x"}, "y"]', 1, {"not an object": [2]}, {}),
+    "a row that is a list": ("a.jsonl", lines(TEXTS, [1]), 1, {"it is not an object": [2]}, {}),
+    "a row that is null": ("a.jsonl", lines(TEXTS, None), 1, {"it is not an object": [2]}, {}),
+    "an element that is a string": ("a.json", b'[{"text": "x"}, "y"]', 1, {"it is not an object": [2]}, {}),
     "blank lines are no rows": ("a.jsonl", lines(TEXTS, b"\n \r\n", TEXTS), 2, {}, {}),
     "byte order mark": ("a.jsonl", b"\xef\xbb\xbf" + lines(TEXTS), 1, {}, {}),
     "byte order mark before an array": ("a.json", b'\xef\xbb\xbf[{"text": "x"}]', 1, {}, {}),
     "line ends of Windows": ("a.jsonl", b'{"text": "x"}\r\n{"text": "y"}\r\n', 2, {}, {}),
-    "invalid UTF-8": ("a.jsonl", lines(TEXTS, b'{"text": "\xe9"}\n'), 1, {"not valid UTF-8": [2]}, {}),
+    "invalid UTF-8": ("a.jsonl", lines(TEXTS, b'{"text": "\xe9"}\n'), 1, {"it is not valid UTF-8": [2]}, {}),
     "half a surrogate pair": (
         "a.jsonl",
         lines(TEXTS, b'{"text": "\\ud800"}\n'),
@@ -83,14 +83,14 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
     "a number for text": ("a.jsonl", lines(TEXTS, {"text": 5}), 1, {'column "text" is not text': [2]}, {}),
     "an object for text": ("a.jsonl", lines(TEXTS, {"text": {}}), 1, {'column "text" is not text': [2]}, {}),
     "null for text": ("a.jsonl", lines(TEXTS, {"text": None}), 1, {'column "text" holds null': [2]}, {}),
-    "a missing column": ("a.jsonl", lines(TEXTS, {"body": "y"}), 1, {'no column "text"': [2]}, {}),
-    "an empty document": ("a.jsonl", lines(TEXTS, {"text": " \n"}), 1, {"empty text": [2]}, {}),
+    "a missing column": ("a.jsonl", lines(TEXTS, {"body": "y"}), 1, {'there is no column "text"': [2]}, {}),
+    "an empty document": ("a.jsonl", lines(TEXTS, {"text": " \n"}), 1, {"the text is empty": [2]}, {}),
     "a column given twice": ("a.jsonl", b'{"text": "x", "text": "y"}\n', 1, {}, {}),
     "mixed formats": (
         "a.jsonl",
         lines(GOOD, GOOD, ALPACA),
         2,
-        {'no column "messages"': [3]},
+        {'there is no column "messages"': [3]},
         {},
     ),
     "another spelling among turns": (
@@ -104,28 +104,28 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(GOOD, turns(("narrator", "n"), ASSISTANT)),
         1,
-        {"a role that is not known": [2]},
+        {"a role is not known": [2]},
         {},
     ),
     "a role that is a number": (
         "a.jsonl",
         lines(GOOD, turns((1, "n"), ASSISTANT)),
         1,
-        {"a role that is not known": [2]},
+        {"a role is not known": [2]},
         {},
     ),
     "a turn without a role": (
         "a.jsonl",
         lines(GOOD, turns({"content": "c"}, ASSISTANT)),
         1,
-        {"a role that is not known": [2]},
+        {"a role is not known": [2]},
         {},
     ),
     "no turn of the assistant": (
         "a.jsonl",
         lines(GOOD, turns(("user", "q"))),
         1,
-        {"no turn of the assistant": [2]},
+        {"the assistant has no turn": [2]},
         {},
     ),
     "an assistant that says nothing": (
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         lines(GOOD, {"messages": json.dumps(GOOD["messages"])}),
         2,
         {},
-        {"a list taken from JSON text": [2]},
+        {"a list was taken from JSON text": [2]},
     ),
     "turns as broken JSON text": (
         "a.jsonl",
@@ -182,14 +182,14 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(GOOD, {"messages": [GOOD["messages"]]}),
         1,
-        {"a turn that is not an object": [2]},
+        {"a turn is not an object": [2]},
         {},
     ),
     "a turn without content": (
         "a.jsonl",
         lines(GOOD, turns(("user", None), ASSISTANT)),
         1,
-        {"a turn without content": [2]},
+        {"a turn has no content": [2]},
         {},
     ),
     "content that is an object": (
@@ -204,7 +204,7 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         lines(GOOD, turns(("user", "6 * 7?"), ("assistant", 42))),
         2,
         {},
-        {"a number taken as text": [2]},
+        {"a number was taken as text": [2]},
     ),
     "an image among the parts": (
         "a.jsonl",
@@ -219,14 +219,14 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(GOOD, turns(("user", [{"text": "q"}]), ASSISTANT)),
         1,
-        {"a part without a type": [2]},
+        {"a part has no type": [2]},
         {},
     ),
     "a part of another type": (
         "a.jsonl",
         lines(GOOD, turns(("user", [{"type": "hologram", "value": "q"}]), ASSISTANT)),
         1,
-        {"a part of a type that is not known": [2]},
+        {"a part has a type that is not known": [2]},
         {},
     ),
     "a call without content": ("a.jsonl", lines(GOOD, turns(("user", "q"), CALL)), 2, {}, {}),
@@ -234,7 +234,7 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(GOOD, turns(("user", "q"), {"role": "assistant", "tool_calls": [{"function": {}}]})),
         1,
-        {"a tool call without a name": [2]},
+        {"a tool call has no name": [2]},
         {},
     ),
     "a call with half its arguments": (
@@ -261,14 +261,14 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(GOOD, turns(("user", "q"), {"role": "assistant", "content": "a", "loss_weight": "all"})),
         1,
-        {"a loss weight that is not a number from 0": [2]},
+        {"a loss weight is not a number from 0": [2]},
         {},
     ),
     "an empty answer": (
         "a.jsonl",
         lines(ALPACA, {**ALPACA, "output": ""}),
         1,
-        {"an empty answer": [2]},
+        {"the answer is empty": [2]},
         {},
     ),
     "an answer that is an object": (
@@ -282,7 +282,7 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(ALPACA, {**ALPACA, "instruction": ""}),
         1,
-        {"an empty instruction": [2]},
+        {"the instruction is empty": [2]},
         {},
     ),
     "history that is text": (
@@ -296,14 +296,14 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(ALPACA, {**ALPACA, "history": [["before"]]}),
         1,
-        {"history that is not pairs of turns": [2]},
+        {"the history is not pairs of turns": [2]},
         {},
     ),
     "an empty completion": (
         "a.jsonl",
         lines({"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": ""}),
         1,
-        {"an empty completion": [2]},
+        {"the completion is empty": [2]},
         {},
     ),
     "two answers that are the same": (
@@ -317,14 +317,14 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(PAIR, {**PAIR, "rejected": ""}),
         1,
-        {"an empty rejected answer": [2]},
+        {"the rejected answer is empty": [2]},
         {},
     ),
     "a missing chosen answer": (
         "a.jsonl",
         lines(PAIR, {"prompt": "p", "rejected": "r"}),
         1,
-        {'no column "chosen"': [2]},
+        {'there is no column "chosen"': [2]},
         {},
     ),
     "a judgement that is a word": (
@@ -344,13 +344,13 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         ),
         2,
         {},
-        {"a judgement taken from a number or text": [2]},
+        {"a judgement was taken from a number or text": [2]},
     ),
     "a negative token id": (
         "a.jsonl",
         lines(TOKENS, {"input_ids": [-1]}),
         1,
-        {"a negative token id": [2]},
+        {"a token id is negative": [2]},
         {},
     ),
     "token ids that are fractions": (
@@ -364,7 +364,7 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(TOKENS, {"input_ids": [1, 2], "labels": [1]}),
         1,
-        {"labels of another length than input_ids": [2]},
+        {"labels has another length than input_ids": [2]},
         {},
     ),
     "padding": (
@@ -372,9 +372,9 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         lines(TOKENS, {"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}),
         2,
         {},
-        {"padding left out": [2]},
+        {"padding was left out": [2]},
     ),
-    "no tokens": ("a.jsonl", lines(TOKENS, {"input_ids": []}), 1, {"no tokens": [2]}, {}),
+    "no tokens": ("a.jsonl", lines(TOKENS, {"input_ids": []}), 1, {"there are no tokens": [2]}, {}),
     "documents that share a row": (
         "a.jsonl",
         lines(
@@ -385,8 +385,8 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         ),
         1,
         {
-            "position_ids that do not count from 0 in each document": [2],
-            "seq_lengths that are not those of the tokens": [3],
+            "position_ids do not count from 0 in each document": [2],
+            "seq_lengths are not those of the tokens": [3],
             "seq_lengths and position_ids tell of different documents": [4],
         },
         {},
@@ -395,7 +395,7 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         "a.jsonl",
         lines(TOKENS, {"input_ids": [1, 2], "completion_mask": [1], "labels": [1, 2]}),
         1,
-        {"completion_mask of another length than input_ids": [2]},
+        {"completion_mask has another length than input_ids": [2]},
         {},
     ),
     "turns of Python": (
@@ -437,48 +437,48 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         lines(turns(("user", "q"), ("tool", {"n": 1}), ASSISTANT)),
         1,
         {},
-        {"what a tool returned taken as JSON text": [1]},
+        {"what a tool returned was taken as JSON text": [1]},
     ),
     "a quote in TSV that stays open": (
         "a.tsv",
         b'prompt\tcompletion\np\tc\n"p\nq\n',
         1,
-        {"not readable as CSV": [3], "another number of cells than the header": [4]},
+        {"it is not readable as CSV": [3], "it has another number of cells than the header": [4]},
         {},
     ),
     "too few cells": (
         "a.csv",
         b"prompt,completion\np,c\np\n",
         1,
-        {"another number of cells than the header": [3]},
+        {"it has another number of cells than the header": [3]},
         {},
     ),
     "too many cells": (
         "a.csv",
         b"prompt,completion\np,c\np,c,d\np,c\n",
         2,
-        {"another number of cells than the header": [3]},
+        {"it has another number of cells than the header": [3]},
         {},
     ),
     "a quote that is not closed": (
         "a.csv",
         b'prompt,completion\np,c\np,"c\np,c\n',
         1,
-        {"not readable as CSV": [3]},
+        {"it is not readable as CSV": [3]},
         {},
     ),
     "a cell over several lines": (
         "a.csv",
         b'prompt,completion\np,"c\n\nc"\np,\n',
         1,
-        {"an empty completion": [5]},
+        {"the completion is empty": [5]},
         {},
     ),
     "invalid UTF-8 in a cell": (
         "a.csv",
         b"prompt,completion\np,c\np,\xe9\n",
         1,
-        {"not valid UTF-8": [3]},
+        {"it is not valid UTF-8": [3]},
         {},
     ),
     "a byte order mark and Windows line ends in CSV": (
@@ -514,7 +514,7 @@ def test_every_row_is_kept_repaired_or_dropped(tmp_path: Path, case: str) -> Non
         assert all(place.file == str(path) for tally in found.values() for place in tally.places)
         assert all(tally.count == len(expected[reason]) for reason, tally in found.items())
     assert report.num_rows == report.num_kept + report.num_dropped
-    faults = set(dropped) - {"empty text", "no tokens"}
+    faults = set(dropped) - {"the text is empty", "there are no tokens"}
     if faults:
         row = min(row for fault in faults for row in dropped[fault])
         with pytest.raises(DataError, match=rf", (line|row) {row}: ") as caught:
@@ -545,14 +545,14 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         b'[{"text": "x"},\n{"text": "\xe9"}]',
         "line 2 is not valid UTF-8",
     ),
-    "an object over many lines": ("a.json", b'{\n  "text": "x"\n}\n', "line 1: not valid JSON"),
+    "an object over many lines": ("a.json", b'{\n  "text": "x"\n}\n', "line 1: it is not valid JSON"),
     "UTF-16": ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "a.jsonl is UTF-16, and text is read as UTF-8"),
-    "bytes of a program": ("a.jsonl", b"\x7fELF\x02\x01\x01" + bytes(200), "line 1: not valid JSON"),
+    "bytes of a program": ("a.jsonl", b"\x7fELF\x02\x01\x01" + bytes(200), "line 1: it is not valid JSON"),
     "a header alone": ("a.csv", b"prompt,completion\n", "has no rows"),
     "no column that is known": (
         "a.jsonl",
         b'{"body": "x", "n": 1}\n',
-        'no column "text"; the columns are body, n; choose one with data.text_column, or those of '
+        'there is no column "text"; the columns are body, n; choose one with data.text_column, or those of '
         "instructions and answers with data.columns='{instruction: COLUMN, output: COLUMN}'",
     ),
     "images only": ("a.jsonl", lines({**GOOD, "images": ["a.jpg"]}), f"{MEDIA}: column"),
@@ -593,5 +593,5 @@ def test_many_bad_rows_are_counted_and_the_first_named(tmp_path: Path) -> None:
     assert len(list(stream)) == 1
     assert stream.report.lines() == [
         f"{path}: text; 21 rows read, 1 example kept, 20 dropped",
-        f'  dropped: no column "text": 20 ({path}:2, 3, 4, 5, 6, ...)',
+        f'  dropped: there is no column "text": 20 ({path}:2, 3, 4, 5, 6, ...)',
     ]

@@ -48,7 +48,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     for path in ("a.parquet", "saved", "splits", "a.json", "a.jsonl", "a.jsonl.gz", arrow):
         assert answers(tmp_path / path) == EXPECTED, path
     assert answers(tmp_path / "splits", split="test") == EXPECTED[:3]
-    with pytest.raises(DataError, match=r"no split dev; it has train, test; check data.split"):
+    with pytest.raises(DataError, match=r"has no split dev; it has train, test; check data.split"):
         answers(tmp_path / "splits", split="dev")
 
 
@@ -315,12 +315,12 @@ def test_entries_of_dataset_info(tmp_path: Path) -> None:
     for name, sentence in {
         "online": "entry online: its rows are at ms_hub_url, which is not read",
         "odd": "entry odd: formatting xml is not known; it must be alpaca, sharegpt or openai",
-        "none": "no entry none; it has maths, pairs, online, odd, hub; check data.dataset",
+        "none": "has no entry none; it has maths, pairs, online, odd, hub; check data.dataset",
     }.items():
         with pytest.raises(DataError, match=sentence):
             read_examples(DataConfig(path=(str(tmp_path),), dataset=(name,)))
     with pytest.raises(DataError, match=r"has 5 entries; choose with data.dataset: maths, pairs"):
         read_examples(DataConfig(path=(str(tmp_path / "dataset_info.json"),)))
     (tmp_path / "dataset_info.json").write_text("{")
-    with pytest.raises(DataError, match=r"dataset_info.json: not valid JSON"):
+    with pytest.raises(DataError, match=r"dataset_info.json is not valid JSON"):
         read_examples(DataConfig(path=(str(tmp_path),), dataset=("maths",)))

@@ -152,7 +152,9 @@ def test_dataset_info_is_read_as_it_is() -> None:
 
 def test_images_are_refused_by_name() -> None:
     info = DATA / "llamafactory" / "dataset_info.json"
-    with pytest.raises(DataError, match=r"mllm_demo.json, row 1: images, video or sound, which are not read"):
+    with pytest.raises(
+        DataError, match=r"mllm_demo.json, row 1: it has images, video or sound, which are not read"
+    ):
         read(info, dataset=("mllm_demo",))
     with pytest.raises(DataError, match=r"mllm_audio_demo.json does not exist"):
         read(info, dataset=("mllm_audio_demo",))

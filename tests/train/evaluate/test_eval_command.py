@@ -76,9 +76,8 @@ def test_the_loss_is_that_of_the_run_to_the_last_digit(
     assert not ended.value.code
     captured = capsys.readouterr()
     found = json.loads(captured.out)
-    dropped = (
-        f"{held_out}: messages; 24 rows read, 23 examples kept, 1 dropped\n  dropped: not valid JSON: 1 ("
-    )
+    read = f"{held_out}: messages; 24 rows read, 23 examples kept, 1 dropped"
+    dropped = f"{read}\n  dropped: it is not valid JSON: 1 ("
     assert captured.err.count(dropped) == (0 if kind == "text" else 2), "of each file that is named"
     assert list(found) == ["other", "other-2"]
     assert found["other"] == found["other-2"]
