@@ -203,12 +203,12 @@ def os_sentence(action: str, path: object, error: OSError) -> str:
         advice = "put the file itself there"
     else:
         advice = "check this path and its disk, or name another path"
-    return f"cannot {action} {path}: {cause}; {advice}"
+    return f"megatrain cannot {action} {path}: {cause}; {advice}"
 
 
 @contextlib.contextmanager
 def os_errors(action: str, path: object, kind: type[MegatrainError] = OutputError) -> Iterator[None]:
-    """Turn an error of the operating system into one of ours: cannot `action` `path`, why, and what to do."""
+    """Turn an error of the operating system into one of ours: what cannot be done, why, and what to do."""
     try:
         yield
     except MegatrainError:

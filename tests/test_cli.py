@@ -226,7 +226,7 @@ def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
         (["export", "a"], "OUT"),
         (["trace", "nothing"], "error: there is no file and no recipe 'nothing'; bundled are 120b-h200, "),
         (["trace", "a", "--steps", "0"], "--steps"),
-        (["train", "nothing.yaml"], "error: nothing.yaml: cannot read the configuration"),
+        (["train", "nothing.yaml"], "error: the configuration nothing.yaml cannot be read"),
         (["train", "my.txt"], "error: my.txt is no CONFIG, which is YAML; data is given as --data my.txt"),
         (
             ["train", "--model", "m"],
@@ -290,16 +290,20 @@ def test_error_is_one_line_with_its_exit_code(
     [
         (
             OSError(errno.EIO, os.strerror(errno.EIO), "/x/y"),
-            "cannot use /x/y: Input/output error; check this path and its disk, or name another path",
+            "megatrain cannot use /x/y: Input/output error; check this path and its disk, or name another "
+            "path",
         ),
-        (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot use /x: Permission denied; give"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x"),
+            "megatrain cannot use /x: Permission denied; give",
+        ),
         (
             Exception("No space left on device (os error 28)"),
-            "cannot use a file: No space left on device; free",
+            "megatrain cannot use a file: No space left on device; free",
         ),
         (
             RuntimeError("unable to mmap 9 bytes from file </x>: Too many open files (24)"),
-            "cannot use a file: Too many open files; allow more open files (ulimit -n)",
+            "megatrain cannot use a file: Too many open files; allow more open files (ulimit -n)",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def verify(path: Path, *, digests: bool = True) -> format.Manifest:
         return _verify(path, digests)
     except format.NewerFormatError as error:
         raise CheckpointError(
-            f"cannot read checkpoint {path}: {error}; install the megatrain that wrote it"
+            f"checkpoint {path} cannot be read: {error}; install the megatrain that wrote it"
         ) from error
     except format.FormatError as error:
         raise DamagedError(path, str(error)) from error
@@ -246,5 +246,5 @@ def _reading(path: Path) -> Iterator[None]:
             yield
     except SafetensorError as error:
         raise CheckpointError(
-            f"cannot read the tensors in {path}: {error}; restore it, or resume from another checkpoint"
+            f"megatrain cannot read the tensors in {path}: {error}; restore it, or resume from another"
         ) from error

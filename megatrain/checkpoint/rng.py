@@ -87,7 +87,8 @@ def _restore_accelerators(states: Mapping[str, Any], torch: Any) -> None:
     num_devices = torch.accelerator.device_count() if own is not None and own == saved["kind"] else 0
     if len(saved["states"]) > num_devices:
         logger.warning(
-            "the checkpoint has random states of %d %s devices, this machine has %d; not bitwise from here",
+            "the checkpoint has random states of %d %s devices, this machine has %d; from here on, results "
+            "are not bitwise",
             len(saved["states"]),
             saved["kind"],
             num_devices,

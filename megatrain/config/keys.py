@@ -78,7 +78,7 @@ def describe(problem: Any) -> str:
     name = str(problem["loc"][0]) + "".join(f".{part}" for part in problem["loc"][1:2])
     key = config_keys().get(name)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {name}; {_suggestion(name)}"
+        return f"there is no key {name}; {_suggestion(name)}"
     if problem["type"] == "missing":
         required = [known for known in config_keys().values() if known.default == "required"]
         return "; ".join(

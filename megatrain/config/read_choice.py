@@ -45,7 +45,7 @@ def read_choice(choice: Choice | None, values: Mapping[str, Any]) -> Choice:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"a choice has {', '.join(names)}"
-            raise ConfigError(f"unknown setting {name}; {hint}")
+            raise ConfigError(f"there is no setting {name}; {hint}")
         if name in choice.given:
             raise ConfigError(f"{name} is given twice, in the choice and by itself; keep one")
     return checked(replace(choice, **{name: _value(value) for name, value in values.items()}))

@@ -39,7 +39,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     raw = read_yaml(place(os.fspath(path), recipes()), "configuration")
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected sections ({', '.join(Config.model_fields)}), found {given(raw)}")
+        raise ConfigError(
+            f"{path} must have sections ({', '.join(Config.model_fields)}), and it is {given(raw)}"
+        )
     trainer = trainer_of(raw)
     if trainer is not None:
         raise ConfigError(

@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
         if self._depth > _MOST_DEPTH:
-            problem = f"lists and mappings inside each other, more than {_MOST_DEPTH} deep"
+            problem = f"lists and mappings are inside each other, more than {_MOST_DEPTH} deep"
             raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
@@ -108,9 +108,9 @@ def read_yaml(path: str | os.PathLike[str], what: str) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the {what} ({error.strerror})") from error
+        raise ConfigError(f"the {what} {path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from error
     return parse_yaml(text, source=str(path))
 
 

@@ -86,10 +86,7 @@ def measure_drive(
     largest = max(blocks)
     room = min(file_bytes, free_bytes(directory) // 4) // largest * largest
     if room < largest:
-        raise ConfigError(
-            f"{directory}: not enough free space to measure its drive ({4 * largest} bytes are needed); give "
-            "another directory with --path"
-        )
+        raise _unmeasured(directory, f"not enough space is free: {4 * largest} bytes are needed")
     descriptor, is_direct = _open_nameless(directory)
     try:
         if not is_direct:
@@ -100,12 +97,16 @@ def measure_drive(
         cells = tuple(bench.cell(block, count, cell_s) for block in blocks for count in threads)
         is_duplex = bench.is_duplex(cells, cell_s)
     except OSError as error:
-        raise ConfigError(
-            f"{directory}: cannot measure its drive ({error.strerror}); give another directory with --path"
-        ) from error
+        raise _unmeasured(directory, error.strerror) from error
     finally:
         os.close(descriptor)
     return DriveBench(cells=cells, file_bytes=bench.file_bytes, is_direct=is_direct, is_duplex=is_duplex)
+
+
+def _unmeasured(directory: Path, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"the drive of {directory} cannot be measured ({why}); give another directory with --path"
+    )
 
 
 def _open_nameless(directory: Path) -> tuple[int, bool]:
@@ -113,16 +114,13 @@ def _open_nameless(directory: Path) -> tuple[int, bool]:
     try:
         descriptor, name = tempfile.mkstemp(prefix=".megatrain-doctor-", dir=directory)
     except OSError as error:
-        raise ConfigError(
-            f"{directory}: cannot write there to measure its drive ({error.strerror}); give another "
-            "directory with --path"
-        ) from error
+        raise _unmeasured(directory, error.strerror) from error
     try:
         direct = os.open(name, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             os.close(descriptor)
-            raise ConfigError(f"{directory}: cannot measure its drive ({error.strerror})") from error
+            raise _unmeasured(directory, error.strerror) from error
         return descriptor, False
     else:
         os.close(descriptor)

@@ -52,7 +52,7 @@ def load_machine(name_or_path: str | os.PathLike[str]) -> HardwareSpec:
         close = difflib.get_close_matches(text.lower(), machine_names(), n=1)
         hint = f"did you mean {close[0]}? The" if close else "the"
         raise ConfigError(
-            f"unknown machine {text!r}; {hint} bundled machines are {', '.join(machine_names())}, and a "
+            f"there is no machine {text!r}; {hint} bundled machines are {', '.join(machine_names())}, and a "
             "machine file is given by its path"
         )
     return read_machine(path, source=text)
@@ -76,15 +76,15 @@ def read_json(path: Path, *, source: str) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
     except OSError as error:
-        raise ConfigError(f"{source}: cannot read the machine file ({error.strerror})") from error
+        raise ConfigError(f"the machine file {source} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: not UTF-8 text (byte {error.start})") from error
+        raise ConfigError(f"{source} is not UTF-8 text (byte {error.start})") from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}: not JSON (line {error.lineno}: {error.msg})") from error
+        raise ConfigError(f"{source} is not JSON (line {error.lineno}: {error.msg})") from error
     except _Wrong as error:
         raise ConfigError(f"{source}: {error}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or very deep nesting
-        raise ConfigError(f"{source}: not a machine file ({error})") from error
+        raise ConfigError(f"{source} is not a machine file ({error})") from error
 
 
 def parse_machine(raw: object, *, source: str) -> HardwareSpec:
@@ -131,7 +131,7 @@ def write_json(value: object, path: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise OutputError(f"{path}: cannot write the machine file ({error.strerror})") from error
+        raise OutputError(f"the machine file {path} cannot be written ({error.strerror})") from error
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _object(where: str, raw: object, kind: type, readers: Mapping[str, _Reader])
     prefix = "" if kind is HardwareSpec else f"{where}."
     for key in raw:
         if key not in readers:
-            raise _Wrong(f"unknown field {prefix}{key}; {_nearest(key, readers)}")
+            raise _Wrong(f"there is no field {prefix}{key}; {_nearest(key, readers)}")
     needed = [
         prefix + field.name
         for field in fields(kind)

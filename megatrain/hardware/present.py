@@ -208,7 +208,9 @@ def free_bytes(path: Path) -> int:
     try:
         found = os.statvfs(existing)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot tell its free space ({error.strerror}); give another") from error
+        raise ConfigError(
+            f"the free space of {path} is not known ({error.strerror}); give another"
+        ) from error
     return found.f_bavail * found.f_frsize
 
 
@@ -227,7 +229,7 @@ def save_measured(file: Path, spec: HardwareSpec, *, machine: Mapping[str, Any],
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"{file}: cannot keep the measured rates ({error.strerror})") from error
+        raise OutputError(f"the measured rates cannot be kept in {file} ({error.strerror})") from error
     write_json({"machine": dict(machine), "drive": drive, "spec": machine_json(spec)}, file)
 
 

@@ -140,7 +140,7 @@ def test_checkpoint_of_a_later_version_is_refused_rather_than_passed_over(root: 
     path = root / "step-00000020" / "MANIFEST.json"
     path.write_bytes(seal({**json.loads(path.read_bytes()), "format": 2}))
     with pytest.raises(
-        CheckpointError, match=f"cannot read checkpoint {re.escape(str(path.parent))}: .* version 2"
+        CheckpointError, match=f"checkpoint {re.escape(str(path.parent))} cannot be read: .* version 2"
     ):
         load.newest_whole(root, warn=pytest.fail)
 

@@ -72,7 +72,7 @@ def test_unusable_states_are_refused_and_change_nothing(key: str, value: Any) ->
 def test_states_of_missing_devices_are_said(caplog: pytest.LogCaptureFixture) -> None:
     states = rng.encode_rng()
     rng.restore_rng({**states, "accelerator": {"kind": "cuda", "states": [states["torch"]]}})
-    assert "random states of 1 cuda devices, this machine has 0; not bitwise from here" in caplog.text
+    assert "random states of 1 cuda devices, this machine has 0; from here on, results are" in caplog.text
 
 
 def test_checkpoints_of_before_there_were_other_accelerators_still_load(

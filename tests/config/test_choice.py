@@ -144,8 +144,8 @@ def test_fields_are_joined() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"num_slot": 2}, "unknown setting num_slot; did you mean num_slots?"),
-        ({"x": 2}, "unknown setting x; a choice has num_slots, num_gradient_buffers, activations, "),
+        ({"num_slot": 2}, "there is no setting num_slot; did you mean num_slots?"),
+        ({"x": 2}, "there is no setting x; a choice has num_slots, num_gradient_buffers, activations, "),
         ({"lockstep": 3}, "lockstep is given twice, in the choice and by itself; keep one"),
         ({"lockstep": "auto"}, "lockstep is given twice"),
         ({"num_slots": 0}, "num_slots is 0; use 1 or more, or auto"),

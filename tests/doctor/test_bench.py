@@ -80,7 +80,9 @@ def test_failing_drive_is_one_sentence_and_leaves_nothing(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(ConfigError, match=r"cannot measure its drive \(Input/output error\); give another"):
+    with pytest.raises(
+        ConfigError, match=r"the drive of .* cannot be measured \(Input/output error\); give another"
+    ):
         tiny_drive(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -88,10 +90,10 @@ def test_failing_drive_is_one_sentence_and_leaves_nothing(
 def test_directory_that_is_missing_full_or_not_ours_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"nothing: cannot write there .*No such file.*--path"):
+    with pytest.raises(ConfigError, match=r"nothing cannot be measured .*No such file.*--path"):
         tiny_drive(tmp_path / "nothing")
     monkeypatch.setattr("megatrain.doctor.drive.free_bytes", lambda _: 1 << 19)
-    with pytest.raises(ConfigError, match=r"not enough free space .*1048576 bytes are needed"):
+    with pytest.raises(ConfigError, match=r"not enough space is free: .*1048576 bytes are needed"):
         tiny_drive(tmp_path)
     monkeypatch.undo()
 
@@ -99,7 +101,7 @@ def test_directory_that_is_missing_full_or_not_ours_is_one_sentence(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("tempfile.mkstemp", deny)
-    with pytest.raises(ConfigError, match=r"cannot write there .*Permission denied"):
+    with pytest.raises(ConfigError, match=r"cannot be measured .*Permission denied"):
         tiny_drive(tmp_path)
 
 

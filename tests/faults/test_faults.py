@@ -111,6 +111,6 @@ def test_fault_is_injected(files: Bench) -> None:
     files.begin("train")
     answer = files.server.ask(files.command("train"), Fault(at=at, number=errno.ENOSPC))
     assert answer["code"] == 2
-    assert answer["err"].splitlines()[-1].startswith("error: cannot write the tokenizer to ")
+    assert answer["err"].splitlines()[-1].startswith("error: megatrain cannot write the tokenizer to ")
     assert "No space left on device; free some space there" in answer["err"]
     assert not any((files.root / "run/checkpoints").iterdir())

@@ -92,22 +92,22 @@ def test_saved_machine_is_read_back_the_same(tmp_path: Path, name: str) -> None:
     save_machine(spec, tmp_path / "mine.json")
     assert load_machine(tmp_path / "mine.json") == spec
     assert [file.name for file in tmp_path.iterdir()] == ["mine.json"]
-    with pytest.raises(OutputError, match=r"no/mine\.json: cannot write the machine file \(No such file"):
+    with pytest.raises(
+        OutputError, match=r"the machine file .*no/mine\.json cannot be written \(No such file"
+    ):
         save_machine(spec, tmp_path / "no" / "mine.json")
 
 
 def test_unknown_name_is_answered_with_the_nearest() -> None:
     message = problem_of("h20")
-    assert "unknown machine 'h20'; did you mean h200?" in message
+    assert "there is no machine 'h20'; did you mean h200?" in message
     assert "rtx-4090" in message
     assert "the bundled machines are 2xdgx-spark" in problem_of("zzzzzz")
 
 
 def test_path_that_is_no_file_is_named(tmp_path: Path) -> None:
-    assert problem_of(tmp_path / "no.json").endswith(
-        "no.json: cannot read the machine file (No such file or directory)"
-    )
-    assert problem_of(tmp_path).endswith("cannot read the machine file (Is a directory)")
+    assert problem_of(tmp_path / "no.json").endswith("no.json cannot be read (No such file or directory)")
+    assert problem_of(tmp_path).endswith("cannot be read (Is a directory)")
     (tmp_path / "latin.json").write_bytes(b'{"name": "caf\xe9"}')
     assert "not UTF-8 text (byte 13)" in problem_of(tmp_path / "latin.json")
 
@@ -126,7 +126,7 @@ def test_path_that_is_no_file_is_named(tmp_path: Path) -> None:
 )
 def test_text_that_is_no_machine_is_one_sentence(tmp_path: Path, text: str, part: str) -> None:
     message = problem_of(write(tmp_path, text))
-    assert "box.json: " in message
+    assert "box.json" in message
     assert part in message
 
 
@@ -157,8 +157,11 @@ def without(*path: str | int) -> Callable[[dict[str, Any]], None]:
         (without("memory", 0, "nbytes"), "the field memory[0].nbytes is missing"),
         (without("drives", "read_bytes_per_s"), "the field drives.read_bytes_per_s is missing"),
         (with_value("h2d_byte_per_s", value=1), "h2d_byte_per_s; did you mean h2d_bytes_per_s?"),
-        (with_value("memory", 0, "bytes", value=1), "unknown field memory[0].bytes; did you mean nbytes?"),
-        (with_value("drives", "zzz", value=1), "unknown field drives.zzz; the fields are nbytes"),
+        (
+            with_value("memory", 0, "bytes", value=1),
+            "there is no field memory[0].bytes; did you mean nbytes?",
+        ),
+        (with_value("drives", "zzz", value=1), "there is no field drives.zzz; the fields are nbytes"),
         (with_value("sources", "hd2_bytes_per_s", value="x"), "did you mean h2d_bytes_per_s?"),
         (with_value("device_bytes", value=-5), "device_bytes is -5; it must be a whole number of at least 1"),
         (with_value("device_bytes", value=1.5), "device_bytes is 1.5; it must be a whole number"),
@@ -198,7 +201,7 @@ def test_wrong_field_is_one_sentence_with_the_file_and_the_field(
     raw = raw_of("h200")
     change(raw)
     message = problem_of(write(tmp_path, raw))
-    assert "box.json: " in message
+    assert "box.json" in message
     assert part in message
 
 

@@ -167,5 +167,5 @@ def test_damaged_rates_are_named(tmp_path: Path, text: str, part: str) -> None:
 def test_rates_that_cannot_be_kept_are_said(tmp_path: Path) -> None:
     write(tmp_path / "file", "")
     spec = machine_in(make_tree(tmp_path / "root", (64, "0-1"), (32, "2-3")))
-    with pytest.raises(OutputError, match="cannot keep the measured rates"):
+    with pytest.raises(OutputError, match="the measured rates cannot be kept"):
         save_measured(tmp_path / "file/machine.json", spec, machine={}, drive="")

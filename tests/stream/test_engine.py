@@ -525,7 +525,7 @@ def test_a_block_called_on_its_own_is_refused() -> None:
         ),
         ({"activations": ["keep"]}, "activations names 1 policies for 4 layers"),
         ({"device": "gpu"}, "device is 'gpu', on which megatrain cannot run; use auto"),
-        ({"num_slot": 2}, "unknown setting num_slot; did you mean num_slots?"),
+        ({"num_slot": 2}, "there is no setting num_slot; did you mean num_slots?"),
         ({"num_slots": 2, "choice": Choice(num_slots=2)}, "num_slots is given twice"),
         ({"boundaries": "nvme"}, "boundaries is nvme, but there are no drives"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; use 1 or more"),

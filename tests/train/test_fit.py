@@ -30,6 +30,6 @@ def test_fit_takes_a_file_or_mappings_overrides_and_callbacks(tmp_path: Path) ->
     other = megatrain.fit(file, "max_steps=2", f"out={tmp_path / 'b'}")
     assert [row["loss"] for row in rows_of(other)] == [row["loss"] for row in rows_of(run)]
     with pytest.raises(
-        megatrain.ConfigError, match=r"settings: unknown key train\.step; did you mean train\.s"
+        megatrain.ConfigError, match=r"settings: there is no key train\.step; did you mean train\.s"
     ):
         megatrain.fit({"train": {"step": 1}, "model": {"path": "m"}, "data": {"path": "d"}})

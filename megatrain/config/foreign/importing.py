@@ -43,7 +43,7 @@ def import_file(path: Path) -> Imported:
     """
     theirs = read_yaml(path, "file")
     if not isinstance(theirs, dict):
-        raise ConfigError(f"{path}: expected keys and values of a training file")
+        raise ConfigError(f"{path} has no keys and values of a training file")
     return import_settings(theirs, source=str(path))
 
 

@@ -191,7 +191,7 @@ def _reason(key: str) -> str:
         if part in key:
             return f"the optimizers are those of optim.name; {what} is not there"
     if key.startswith(("pref_", "kto_", "ppo_", "ref_", "reward_", "dpo_", "simpo_")):
-        return "only of preference training"
+        return "it is for preference training alone"
     if key.startswith(("image_", "video_", "audio_", "media_")):
         return "text is trained"
     return "there is nothing like it here"

@@ -66,7 +66,9 @@ class Translation:
 
 
 NEEDLESS_MEMORY = "memory is planned: `megatrain plan` shows where everything goes"
-SEVERAL_GPUS = "nothing to set: `megatrain train --gpus N` trains on N, which share one state in host memory"
+SEVERAL_GPUS = (
+    "there is nothing to set: `megatrain train --gpus N` trains on N, which share one state in host memory"
+)
 OPTIMISER = (
     "of theirs only AdamW is known; optim.state=int8 is what 8-bit AdamW is for (2 of 8 bytes, not exact)"
 )

@@ -125,7 +125,7 @@ def _source(value: object) -> object:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
         known = ", ".join(SourceConfig.model_fields)
-        text = f"unknown key {key}; a source has {known}" if problem["type"] == "extra_forbidden" else ""
+        text = f"there is no key {key}; a source has {known}" if problem["type"] == "extra_forbidden" else ""
         text = text or f"{key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
         raise PydanticCustomError("said", "{text}", {"text": text}) from error
 

@@ -104,7 +104,7 @@ class Counter:
         """Cut a model into blocks; see `count_anatomy` for what is raised."""
         if micro_batch_size < 1 or seq_len < 1:
             raise ConfigError(
-                f"a micro-batch of {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
+                f"a micro-batch has {micro_batch_size} rows of {seq_len} tokens; both must be 1 or more"
             )
         self.model = model.train()
         self.model_type, self.precision = str(model.config.model_type), precision

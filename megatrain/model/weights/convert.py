@@ -130,7 +130,7 @@ def _resolve(conversion: Conversion, model: PreTrainedModel, shape: torch.Size) 
         targets = conversion.run(model, empty)
     except Exception as error:  # the operations check little: what a wrong shape raises is up to torch
         raise ModelError(
-            f"{conversion.where}: cannot be converted to {conversion.target}: {first_line(error)}"
+            f"{conversion.where} cannot be converted to {conversion.target}: {first_line(error)}"
         ) from error
     conversion.shapes = {name: tuple(value.shape) for name, value in targets.items()}
 
@@ -175,7 +175,7 @@ def _fused_regions(conversion: Conversion, shape: torch.Size) -> list[Region] | 
         start += part[dim] if dim is not None else 0
     if dim is not None and start != shape[dim]:
         raise ModelError(
-            f"{conversion.where}: fill {start} of the {shape[dim]} places in dimension {dim} of "
+            f"{conversion.where} fill {start} of the {shape[dim]} places in dimension {dim} of "
             f"{conversion.target}, which has shape {list(shape)}"
         )
     return [regions[source.key] for _, source in conversion.sources]

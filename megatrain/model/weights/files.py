@@ -278,12 +278,12 @@ def _check_targets(model: PreTrainedModel, conversions: list[Conversion], direct
     for conversion in conversions:
         for target, shape in conversion.shapes.items():
             if target not in state:
-                raise ModelError(f"{conversion.where}: converts to {target}, which the model does not have")
+                raise ModelError(f"{conversion.where} converts to {target}, which the model does not have")
             if target in made_by:
                 raise ModelError(f"{target} has two sources, {made_by[target].where} and {conversion.where}")
             if shape != tuple(state[target].shape):
                 raise ModelError(
-                    f"{conversion.where}: has shape {list(shape)}, and {target} in the model has "
+                    f"{conversion.where} has shape {list(shape)}, and {target} in the model has "
                     f"{list(state[target].shape)}; config.json does not belong to these weights"
                 )
             made_by[target] = conversion

@@ -96,5 +96,6 @@ def test_checkpoints_of_before_there_were_other_accelerators_load(caplog: pytest
         assert torch.equal(torch.rand(3), expected[0])
         assert torch.equal(host.get_rng_state(0), before)
     assert [message for message in caplog.messages if "random states" in message] == [
-        "the checkpoint has random states of 1 cuda devices, this machine has 0; not bitwise from here"
+        "the checkpoint has random states of 1 cuda devices, this machine has 0; from here on, "
+        "results are not bitwise"
     ]
