@@ -129,7 +129,7 @@ FILLING = tuple(policy for policy in reversed(list(POLICIES.values())) if policy
 """Policies that fill the memory that is left, from least bytes to most."""
 
 REFINING = tuple(p for p in reversed(list(POLICIES.values())) if p.fills or p.refines)
-"""These and those that are tried around the best choice alone."""
+"""The policies of `FILLING`, and those that are tried around the best choice alone."""
 
 
 def read_policy(name: str, what: str) -> Policy:

@@ -51,7 +51,7 @@ class Sizes:
     node_bytes: int = 64 << 20
     """The size of each of the two buffers of each thread."""
     max_node_threads: int = 16
-    """Per node; these fill its memory's pipes."""
+    """The threads of a node; so many fill its memory's pipes."""
     update_numel: int = 1 << 24
     attention_tokens: int = 4096
     """The tokens of a row on a GPU; a CPU takes an eighth of them."""
@@ -80,7 +80,7 @@ QUICK = Sizes(
     overhead_layers=0,
     compresses=False,
 )
-"""Under 3 s in all on two cores, once the kernels are compiled; with more noise."""
+"""Sizes that take under 3 s in all on two cores, once the kernels are compiled; rates have more noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

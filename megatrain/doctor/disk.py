@@ -21,9 +21,9 @@ class BlockDevice:
     """The kernel's name of the drive; the file system's type where there is none."""
     file_system: str
     model: str
-    """Empty: not told."""
+    """The model of the drive; empty where it is not told."""
     is_rotational: bool | None
-    """None: no drive."""
+    """Whether the drive turns; None: there is no drive."""
     written_bytes: int | None
     """Bytes that the whole machine has written since it was started."""
     life_used: float | None

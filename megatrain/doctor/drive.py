@@ -25,7 +25,7 @@ BLOCKS = (1 << 20, 4 << 20, 16 << 20)
 THREADS = (1, 2, 4, 8)
 FILE_BYTES = GIB
 _CACHED_FILE_BYTES = 128 << 20
-"""Through the page cache: a slow drive then flushes a cell's writes in seconds."""
+"""The size of a file that is read through the page cache: a slow drive flushes it in seconds."""
 _FILL_S = 10.0
 
 

@@ -32,7 +32,7 @@ REASONS: Mapping[int, str] = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Why a device runs slower than it could; an idle device and chosen clocks are no such reasons."""
+"""The reasons why a device is slower than it could be; an idle device and chosen clocks are none."""
 _POWER_CAP = REASONS[0x04]
 _CORRECTED, _UNCORRECTED = 0, 1
 _SINCE_BOOT = 0
@@ -48,7 +48,7 @@ class Vitals:
     """The power that the device draws now."""
     temperature_c: float | None = None
     throttled: tuple[str, ...] | None = None
-    """Why the device runs slower than it could; empty: it does not."""
+    """The reasons why the device runs slower than it could; empty: it does not."""
     energy_j: float | None = None
     """The energy that the device has taken since the sample before."""
     ecc_errors: int | None = None
@@ -65,7 +65,7 @@ class Sensor:
     def __init__(self, nvml: Any, handle: Any, address: str) -> None:
         """Ask through `nvml`, a module like `pynvml` that is initialised."""
         self.address = address
-        """As `nvidia-smi -i` takes it."""
+        """The name of the device that `nvidia-smi -i` takes."""
         self._nvml = nvml
         self._handle = handle
         self._silent: set[str] = set()

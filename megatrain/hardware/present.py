@@ -68,11 +68,11 @@ class Measurements:
     attention_backward_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     compressed_params_per_s: Mapping[str, float] = field(default_factory=dict)
     drive: DriveRates | None = None
-    """None: not measured, so the machine is said to have none."""
+    """Rates of the drive; None: they were not measured, so the machine is said to have none."""
     launch_s: float | None = None
-    """None: not measured."""
+    """The time of a launch; None: it was not measured."""
     launches_per_s: float | None = None
-    """None: not measured, or the host computes."""
+    """The rate of launches; None: it was not measured, or the host computes."""
     how: str = "measured"
     """The way in which rates were measured, with the sizes, for `sources`."""
 

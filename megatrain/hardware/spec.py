@@ -15,7 +15,7 @@ class MemoryNode:
 
     nbytes: int
     bytes_per_s: float
-    """Read and written together, by all its cores."""
+    """The rate of reads and writes together, by all its cores."""
     kind: str = "dram"
     """`dram` or `cxl`. State goes to `dram` first."""
 
@@ -28,10 +28,10 @@ class Drives:
     """Free bytes."""
     read_bytes_per_s: float
     write_bytes_per_s: float
-    """Sustained, after the drives' caches are full."""
+    """The sustained rate, after the drives' caches are full."""
     num_drives: int = 1
     is_direct: bool = True
-    """Direct I/O; otherwise through the page cache, which costs the CPU more."""
+    """Whether I/O is direct; otherwise it goes through the page cache, which costs the CPU more."""
     is_duplex: bool = False
     """Reads and writes at the same time do not slow each other down."""
     rated_bytes_written: float | None = None
@@ -48,19 +48,19 @@ class HardwareSpec:
     device_bytes: int | None
     """Memory of the device that a process may use; None: no limit of its own."""
     matmul_flops_per_s: Mapping[str, float]
-    """Achieved by large matrix products, by dtype: `bf16`, `fp32`."""
+    """The achieved rate of large matrix products, by dtype: `bf16`, `fp32`."""
     peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    """The datasheet's, by dtype, of which MFU is a part; empty: the rates of products stand for it."""
+    """The datasheet's rates, by dtype, of which MFU is a part; empty: the rates of products stand for it."""
     attention_flops_per_s: Mapping[str, float]
-    """Achieved by causal attention's forward, counted at half, by dtype for heads of 128; `bf16:64` and the
-    like for heads of another size."""
+    """The achieved rate of causal attention's forward, counted at half, by dtype for heads of 128; `bf16:64`
+    and the like are for heads of another size."""
     device_bytes_per_s: float
     """The rate of device memory, reads and writes together, at which norms and activation functions run."""
     h2d_bytes_per_s: float
     """Host to device, page-locked, alone."""
     d2h_bytes_per_s: float
     attention_backward_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    """And by its backward, counted as 2.5 forwards: the scores are made again. Empty: as the forward."""
+    """The rate of its backward, counted as 2.5 forwards: the scores are made again. Empty: as the forward."""
     flash2_share: float = 1.0
     """Part of these rates in bf16 that FlashAttention-2 reaches, which is what a deterministic run takes; 1:
     they are its own."""
@@ -75,7 +75,7 @@ class HardwareSpec:
     update_params_per_s: Mapping[int, float]
     """AdamW updates of split masters with moments in fp32, by number of threads."""
     compressed_params_per_s: Mapping[str, float] = field(default_factory=dict)
-    """And with moments in `bf16` and `int8`, by the best number of threads; empty: not known."""
+    """The rate with moments in `bf16` and `int8`, by the best number of threads; empty: it is not known."""
     num_cores: int
     num_gpus: int = 1
     """Devices of a node that train together. Host memory, cores, updates and drives are of all of them; every

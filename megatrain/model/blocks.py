@@ -60,14 +60,15 @@ class Block:
     entries: tuple[nn.Module, ...] = ()
     """The parts of the layer that a fragment holds; a call of one of them enters it."""
     caller: nn.Module | None = None
-    """Outside all layers: the embedding or the head, if its own forward alone looks the parameters up. Such a
-    block may stream too."""
+    """The module of an outer block, the embedding or the head, whose own forward alone looks the parameters
+    up. Such a block may stream too."""
     is_head: bool = False
-    """The block is the head, which is one of these."""
+    """Whether the block is the head."""
     is_behind: bool = False
-    """Outside all layers, and registered behind them, as the final norm is: their backward is not for it."""
+    """Whether an outer block is registered behind the layers, as the final norm is: their
+    backward is not for it."""
     is_beside: bool = False
-    """A layer of a tower beside the language model, which rows of text alone do not pass."""
+    """Whether it is a layer of a tower beside the language model, which rows of text alone do not pass."""
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     """The places where this block's own parameters are looked up."""

@@ -39,7 +39,7 @@ class ChunkSums:
         """Begin without any; `weights` want a gradient."""
         self._sums: list[Tensor | None] = [None] * len(weights)
         self.token: Tensor = _Whole.apply(self._sums, *weights)
-        """What a chunk's weights are made of in the graph, so that their gradients come before those here."""
+        """The tensor from which the graph makes a chunk's weights, so that their gradients come first."""
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of a chunk, in order of the weights."""

@@ -107,7 +107,7 @@ class Head:
         self.share: Share | RowSums | None = None
         """The running micro-batch's; put away and back where micro-batches run in turns."""
         self.only_loss = False
-        """Who calls the model takes nothing of its output but the loss."""
+        """Whether the caller of the model takes nothing of its output but the loss."""
         self._adds_up: bool | None = None
         self.chunked_tokens = 0
         """Tokens that passed the head in chunks so far, and pass it again in the backward."""

@@ -40,7 +40,8 @@ _MOST_EXPERTS = 16
 _MOST_INNER = 64
 _MOST_PARAMETERS = 1 << 26
 _NOISE = 0.1
-"""Added to what a model's initialisation draws: some of it is zero, and would hide what depends on what."""
+"""The scale of noise on what a model's initialisation draws: some of it is zero, and would
+hide what depends on what."""
 
 _NAMES = """
 layers: num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers

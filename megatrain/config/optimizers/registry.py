@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, Sequence[Optimizer]] = {
 """The formats of each optimizer by its name, the default ones first."""
 
 DEFAULT = adamw.FP32
-"""Who is told nothing trains with it; rates of a machine are counted in its updates."""
+"""The optimizer of a run that names none; rates of a machine are counted in its updates."""
 
 _, *OTHERS = (each for formats in OPTIMIZERS.values() for each in formats)
 """All formats of all optimizers but that, which is the first."""

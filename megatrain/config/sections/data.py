@@ -35,7 +35,7 @@ FORMATS = (
     "kto",
     "tokens",
 )
-"""What a row may hold, by its name in settings and logs."""
+"""The kinds of rows, by their names in settings and logs."""
 
 COLUMNS = (
     *("text", "instruction", "input", "output", "history", "system", "tools", "messages"),
@@ -49,7 +49,7 @@ TAGS = (
     *("role_tag", "content_tag", "user_tag", "assistant_tag"),
     *("observation_tag", "function_tag", "system_tag"),
 )
-"""What the parts of a turn are called, in LLaMA-Factory's words."""
+"""The names for the parts of a turn, in LLaMA-Factory's words."""
 
 Format = Annotated[str, one_of("auto", *FORMATS)]
 

@@ -24,7 +24,7 @@ Event = Literal[
     "end",
     "error",
 ]
-"""What can happen in a run.
+"""The events of a run.
 
 start: a new run. resume: goes on from `step`. checkpoint: `step` is saved. skipped: an update was left out,
 with the reason. spike: the `loss` jumped, `above` what. evaluation: on held-out data, with `loss`,

@@ -96,9 +96,9 @@ class Fragment:
     """State elements that AdamW updates in one go, at most: neighbours that all decay, or all do not."""
     forward: Cost = Cost()
     may_stream: bool = False
-    """Outside all layers: its module's own forward alone looks the parameters up."""
+    """Whether its module's own forward alone looks the parameters of this outer block up."""
     is_behind: bool = False
-    """Outside all layers: as `Block.is_behind` says."""
+    """Whether it is behind the layers, as `Block.is_behind` says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,29 +106,29 @@ class Layer:
     """One decoder layer, and what a micro-batch leaves and takes there."""
 
     fragments: tuple[Fragment, ...]
-    """Its parts in forward order, as `memory.fragments=true` makes them; one if it does not come apart."""
+    """The parts in forward order, as `memory.fragments=true` makes them; one if it does not come apart."""
     forward: Cost
     backward: Cost
-    """Without recomputation."""
+    """The work of the backward, without recomputation."""
     largest_run: int
     """State elements of the layer as one block that AdamW updates in one go, at most."""
     boundary_bytes: int
     """The bytes of its input, which is what `recompute` keeps."""
     saved_bytes: Mapping[str, int]
-    """By policy, bytes on the device from forward to backward, its input included if the graph holds it (see
+    """Bytes on the device from forward to backward, by policy, the input included if the graph holds it (see
     `holds_input`); of `offload`: what goes to the host and back, as laid out there."""
     forward_peak_bytes: Mapping[str, int]
-    """By policy, the most bytes on the device at a time in its forward, input and output included, beyond
+    """The most bytes on the device at a time in the forward, by policy, input and output included, beyond
     what is saved of it where it runs as `Policy.counted_as` says."""
     backward_peak_bytes: Mapping[str, int]
-    """By policy, the most bytes on the device at a time in its backward, beyond the same, with gradients of
+    """The most bytes on the device at a time in the backward, by policy, beyond the same, with gradients of
     activations and weights, and without the ring of gradient buffers."""
     holds_input: Mapping[str, bool] = field(default_factory=dict)
-    """By policy, whether `saved_bytes` counts the input."""
+    """Whether `saved_bytes` counts the input, by policy."""
     fragment_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """`backward_peak_bytes` where fragments stream by themselves: gradients of weights end with them."""
     collect_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By policy, bytes on the device when gradients of weights are complete, the boundary and what is saved
+    """Bytes on the device when gradients of weights are complete, by policy, the boundary and what is saved
     included: for each fragment by itself, then for the layer as a whole."""
     offload_copied_bytes: int = 0
     """Bytes that `offload` copies to the host and back; `saved_bytes` says what room they take."""

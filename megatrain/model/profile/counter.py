@@ -117,16 +117,16 @@ class Counter:
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
-        """Blocks of each layer."""
+        """The blocks of each layer."""
         whole = lay_out_blocks(self.model, find_blocks(self.model), splits=precision == "bf16")
         self.largest_runs = [largest_run(layout) for layout in whole[: len(self.groups)]]
-        """Of each layer that streams as one block."""
+        """The `largest_run` of each layer that streams as one block."""
         self.layers = [
             block.module
             for block in (self.blocks[group[0]] for group in self.groups)
             if block.module is not None and not block.is_beside
         ]
-        """Those that rows of text pass, which come first."""
+        """The layers that rows of text pass, which come first."""
 
     @classmethod
     def of(

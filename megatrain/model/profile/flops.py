@@ -54,7 +54,7 @@ class Part:
     active: float
     """Parameters that a token passes."""
     trained: float
-    """Those of them that are trained."""
+    """The trained ones of these parameters."""
     attention: Attention | None = None
 
     def forward_flops(self, seq_len: int) -> float:

@@ -53,10 +53,10 @@ class Fusion:
         """Follow nothing yet; `rows` says what of the bytes grows with a micro-batch."""
         self._rows = rows
         self._known: dict[int, tuple[StorageWeakRef, frozenset[_Source] | int]] = {}
-        """By address, which a later storage may have again: what a tensor is made of that no kernel has
+        """The tensors by address, which a later storage may have again: the sources of one that no kernel has
         written yet, or the name of one that is in memory."""
         self._read: set[_Source] = set()
-        """What the group has read."""
+        """The sources that the group has read."""
         self._names = count()
         self.num_kernels = 0
         self._in_group = False

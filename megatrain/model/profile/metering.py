@@ -47,20 +47,20 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.rows = rows or Rows(1)
         self._live: dict[int, tuple[StorageWeakRef, int, Any]] = {}
-        """By address: the storage, its bytes as it runs, and those that are counted."""
+        """The storages by address: each with its bytes as it runs, and those that are counted."""
         self.live_bytes: Any = 0
-        """With what is gone since it was last looked for; `settle` leaves that out."""
+        """Bytes that are alive, or have gone since `settle` last looked."""
         self.peak_bytes: Any = 0
         self.young_peak_bytes: Any = 0
         """Most bytes at a time of what was made since `settle`."""
         self._old: set[int] = set()
         self._young_bytes: Any = 0
         self.cost = Cost()
-        """Of everything so far."""
+        """The cost of everything so far."""
         self.head_dim = 0
-        """Of the queries of all attention so far, the largest."""
+        """The largest width of a head among the queries of all attention so far."""
         self.num_heads = 0
-        """And the most heads."""
+        """The most heads of these queries."""
         self.is_paused = False
         self._fusion = Fusion(self.rows)
 

@@ -51,7 +51,7 @@ class WholePass:
     traces: list[Traces] = field(default_factory=list)
     """The traces that each call gave."""
     forward_bytes: Any = 0
-    """Held by the model's forward while layers run: rotary tables, masks."""
+    """Bytes that the model's forward holds while layers run: rotary tables, masks."""
     graph_bytes: int = 0
     """The part of these that layers are given, which the graph holds until the backward ends."""
     holds_embedding: bool = False
@@ -105,7 +105,7 @@ class WholePassTracer:
         self._embedded_bytes: Any = 0
         self._chunk_start: Cost | None = None
         self._streamed: dict[int, list[Tensor]] = {}
-        """By block: weights that want a gradient."""
+        """The weights of each block that want a gradient."""
         self._chunk_sums: dict[int, ChunkSums] = {}
         self._head_start = Cost()
         self._head_base: Any = 0

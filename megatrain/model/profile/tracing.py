@@ -157,7 +157,7 @@ class Trace:
     fragment_made_bytes: int = 0
     """The same part of `fragment_peak_bytes`."""
     collect_bytes: tuple[int, ...] = ()
-    """By fragment, bytes when its weights' gradients are complete; those of others are gone."""
+    """Bytes when the gradients of a fragment's weights are complete, by fragment; others are gone."""
     whole_collect_bytes: int = 0
     """Bytes when the gradients of all weights are complete."""
     forward: list[Cost] = field(default_factory=list)
@@ -166,7 +166,7 @@ class Trace:
     offloaded_bytes: int = 0
     """Saved bytes that `offload` takes to the host, as laid out there."""
     offload_copied_bytes: int = 0
-    """These without what aligns them."""
+    """The same bytes without what aligns them."""
     offload_left_bytes: int = 0
     """Saved bytes that `offload` leaves on the device."""
     others: tuple[Any, ...] | None = None
@@ -227,7 +227,7 @@ class _Peak:
 
     alive: Any = 0
     made: Any = 0
-    """Since the backward began."""
+    """The part that was made since the backward began."""
 
     def raise_to(self, alive: Any, made: Any) -> None:
         self.alive, self.made = most(self.alive, alive), most(self.made, made)
@@ -273,7 +273,7 @@ class _Entered:
         self.collected: dict[str, Any] = dict.fromkeys((block.name for block in blocks), 0)
         """Bytes alive when a fragment's gradients are complete."""
         self.whole_collected: Any = 0
-        """With those of all fragments before."""
+        """The same with the gradients of all fragments before."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer's own forward."""

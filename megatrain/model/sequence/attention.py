@@ -46,11 +46,11 @@ class SharedRows:
         self._note = note
         self.is_active = False
         self.num_calls = 0
-        """Of attention, while rows were shared out."""
+        """The calls of attention while rows were shared out."""
 
     @property
     def parts(self) -> int:
-        """In how many parts rows are now."""
+        """The number of parts in which rows are now."""
         return self.number if self.is_active else 1
 
     def swap(self, parts: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Conversion:
     target: str
     """The target, or the first of them."""
     converter: WeightConverter | None
-    """None where a source is the target."""
+    """The converter; None where a source is the target."""
     sources: list[tuple[str, Source]] = field(default_factory=list)
     """Pattern of the converter that matched, source; experts in numerical order."""
     regions: list[Region] | None = None

@@ -142,7 +142,7 @@ class PlannedWeights:
         self.conversions, unexpected = plan_conversions(model, sources)
         _check_targets(model, self.conversions, self._path)
         self.untouched = _without_constants(model, unexpected)
-        """What the model has no place for."""
+        """The tensors that the model has no place for."""
         require_exportable(self.untouched)
         self._generation = read_generation_config(self._path)
         names = tied_names(model)

@@ -9,7 +9,7 @@ from megatrain.errors import ModelError
 _KEYS = ("quantization_config", "compression_config")
 
 _CONFIGS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-"""By method, the class of transformers that turns weights back into bf16 while they are loaded."""
+"""The class of transformers, by method, that turns weights back into bf16 while they are loaded."""
 
 
 def refuse_quantised(values: dict[str, Any], where: str) -> None:

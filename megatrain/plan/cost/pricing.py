@@ -34,7 +34,7 @@ class Pricing:
         self._shares = shares
         self._collectives = collectives
         self._visits_s: dict[tuple[int, bool, bool], float] = {}
-        """Of one micro-batch."""
+        """The seconds of one micro-batch in a visit."""
         self.passes_host = collectives.passes_host
         self.updates_in_compute = rates.updates_in_compute
         self.read_s, self.write_s = rates.read_s, rates.write_s

@@ -51,11 +51,11 @@ class BlockSums:
         self._gradients_of: dict[tuple[object, ...], tuple[tuple[str, ...], GradientPlaces]] = {}
         self._listed: dict[tuple[object, ...], list[PlannedBlock]] = {}
         self.placed: dict[tuple[object, ...], dict[str, int]] = {}
-        """What `pools` has counted of a placement of blocks in RAM and on drives."""
+        """The results of `pools` for a placement of blocks in RAM and on drives."""
         self.runs: dict[tuple[object, ...], Any] = {}
-        """How the layers run under choices that were looked at: see `layer_runs`."""
+        """The runs of the layers under choices that were looked at: see `layer_runs`."""
         self.kinds = _kinds(anatomy.layers)
-        """For each layer, the first one that is like it but for its name."""
+        """The first layer that is like each but for its name."""
 
     def listed(
         self, anatomy: Anatomy, choice: Choice, optimizer: Optimizer, batch: StepBatch

@@ -81,9 +81,9 @@ class DevicePeaks:
         if overlaps and not self._is_alone:
             # a sum is exchanged as soon as its last backward has ended
             self._rounded = max([self._rounded, *self._rounded_bytes(is_resident=True)])
-        """What the rounding of one gradient, or its exchange, takes beside a backward."""
+        """Bytes that the rounding of one gradient, or its exchange, takes beside a backward."""
         self._scratch = self._scratch_of_layers()
-        """What updates on the device still take while the forward is in each layer."""
+        """Bytes that updates on the device still take while the forward is in each layer."""
         sums = pools.square_sums(self._block_sums.num_blocks)
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
         self._travelling = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
@@ -94,7 +94,7 @@ class DevicePeaks:
         """Layers to look at: what earlier ones leave only adds up, so of those alike the last one."""
         stays = {place: self._stays(number, self._layers[number]) for place, number in last.items()}
         self._left = [stays[place] for place in places]
-        """What a micro-batch leaves of each layer: its boundary, and the rest."""
+        """Bytes that a micro-batch leaves of each layer: its boundary, and the rest."""
         self._head_gradient = anatomy.head_gradient_bytes
         """Gradients of outer weights that a micro-batch leaves from the head's backward until the end."""
         self._held = [0, *accumulate(self._m * boundary for boundary, _ in self._left)]
