@@ -82,17 +82,23 @@ class CompletionExample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreferenceExample:
+class _Asked:
+    """A prompt, and what a chat template is given with it."""
+
+    source: Source
+    prompt: Turns
+    tools: tuple[Mapping[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceExample(_Asked):
     """Two answers to a prompt, of which one is better."""
 
     rows: ClassVar[RowKind] = PAIRS
     is_good: ClassVar[bool] = False
-    source: Source
-    prompt: Turns
     chosen: Turns
     rejected: Turns
-    tools: tuple[Mapping[str, Any], ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def answers(self) -> tuple[Turns, ...]:
@@ -101,16 +107,12 @@ class PreferenceExample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KtoExample:
+class KtoExample(_Asked):
     """An answer to a prompt, and whether it is a good one."""
 
     rows: ClassVar[RowKind] = MARKED
-    source: Source
-    prompt: Turns
     completion: Turns
     is_good: bool
-    tools: tuple[Mapping[str, Any], ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def answers(self) -> tuple[Turns, ...]:

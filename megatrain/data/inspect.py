@@ -15,8 +15,8 @@ from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import Encoder, Refused, show
 from megatrain.data.tokens.left_out import held_by
+from megatrain.data.tokens.rendering import RenderError
 from megatrain.data.words import num_trained
-from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +53,12 @@ class Inspection:
     def is_trainable(self) -> bool:
         """Whether there is anything to train on."""
         return bool(self.lengths) and (self.unit == "characters" or self.num_trained > 0)
+
+    def add(self, length: int, total: int = 0, num_trained: int = 0) -> None:
+        """Count an example; `total` is the number of its tokens where that is not the length."""
+        self.lengths.append(length)
+        self.total += total or length
+        self.num_trained += num_trained
 
     def lines(self, *, colour: bool) -> list[str]:
         """Return the report's lines; trained text is green with `colour`, otherwise in double brackets."""
@@ -138,8 +144,7 @@ def inspect_examples(
 
 def _add_text(found: Inspection, example: Example, num_samples: int) -> None:
     texts = list(texts_of(example))
-    found.lengths.append(sum(map(len, texts)))
-    found.total += found.lengths[-1]
+    found.add(sum(map(len, texts)))
     if len(found.samples) < num_samples:
         text = "\n".join(texts)
         more = len(text) - _MOST_CHARACTERS_SHOWN
@@ -159,21 +164,17 @@ def _add_tokens(
     for pair in pairs:
         try:
             judged = encoder.encode_pair(pair)
-        except DataError as error:
-            found.report.drop(pair.source, str(error).removeprefix(f"{pair.source}: "))
+        except RenderError as error:
+            found.report.drop(pair.source, str(error))
             continue
-        found.lengths.append(max(judged.lengths))
-        found.total += sum(judged.lengths)
-        found.num_trained += sum(map(len, judged.answers))
+        found.add(max(judged.lengths), sum(judged.lengths), sum(map(len, judged.answers)))
         if len(found.samples) < num_samples:
             found.samples.append((str(pair.source), judged.show(tokenizer)))
     for example, words in zip(plain, encoder.encode(plain), strict=True):
         if isinstance(words, Refused):
             found.report.drop(example.source, words.reason)
             continue
-        found.lengths.append(len(words))
-        found.total += len(words)
-        found.num_trained += num_trained(words)
+        found.add(len(words), num_trained=num_trained(words))
         if len(found.samples) < num_samples:
             pieces = show(words[:_MOST_TOKENS_SHOWN], tokenizer)
             more = len(words) - _MOST_TOKENS_SHOWN

@@ -46,19 +46,25 @@ def split_long(words: Words, seq_len: int, way: str) -> tuple[list[Words], int]:
 class Packer(ABC):
     """Turns documents into rows."""
 
-    def __init__(self, seq_len: int) -> None:
+    def __init__(self, seq_len: int, tokens_at_once: int) -> None:
         """Make an empty packer.
 
         Args:
             seq_len: The number of tokens of a row.
+            tokens_at_once: The number of tokens that are arranged at a time, if a row has no more.
         """
-        self._seq_len = seq_len
+        self._seq_len, self._at_once = seq_len, max(seq_len, tokens_at_once)
+        self._held: list[Words] = []
+        self._num_held = 0
         self.num_filled = 0
         """The number of tokens of the rows that belong to no document."""
 
-    @abstractmethod
     def add(self, words: Words) -> Iterator[NDArray[np.int32]]:
         """Take a document; yield (num_rows, seq_len) rows that are ready."""
+        self._held.append(words)
+        self._num_held += len(words)
+        if self._num_held >= self._at_once:
+            yield from self.finish()
 
     @abstractmethod
     def finish(self) -> Iterator[NDArray[np.int32]]:
@@ -69,25 +75,16 @@ class Joining(Packer):
     """Joins documents and cuts them into rows; the last partial row is dropped, and no token has a flag."""
 
     def __init__(self, seq_len: int) -> None:
-        super().__init__(seq_len)
-        self._parts: list[Words] = []
-        self._held = 0
-
-    def add(self, words: Words) -> Iterator[NDArray[np.int32]]:
-        """Take a document; yield (num_rows, seq_len) rows that are ready."""
-        self._parts.append(words)
-        self._held += len(words)
-        if self._held >= max(self._seq_len, _TOKENS_AT_ONCE // 4):
-            yield from self.finish()
+        super().__init__(seq_len, _TOKENS_AT_ONCE // 4)
 
     def finish(self) -> Iterator[NDArray[np.int32]]:
         """Yield the rows that are left."""
-        num_rows = self._held // self._seq_len
+        num_rows = self._num_held // self._seq_len
         if num_rows == 0:
             return
-        joined = np.concatenate(self._parts)
+        joined = np.concatenate(self._held)
         used = num_rows * self._seq_len
-        self._parts, self._held = [joined[used:].copy()], len(joined) - used
+        self._held, self._num_held = [joined[used:].copy()], len(joined) - used
         yield joined[:used].reshape(num_rows, self._seq_len)
 
 
@@ -102,19 +99,8 @@ class BestFit(Packer):
             fill_id: The id of the token that fills rows up.
             tokens_at_once: The number of tokens that are arranged at a time.
         """
-        super().__init__(seq_len)
+        super().__init__(seq_len, tokens_at_once)
         self._fill_id = fill_id
-        self._at_once = max(tokens_at_once, seq_len)
-        self._held: list[Words] = []
-        self._num_held = 0
-
-    def add(self, words: Words) -> Iterator[NDArray[np.int32]]:
-        """Take a document; yield (num_rows, seq_len) rows that are ready."""
-        assert 0 < len(words) <= self._seq_len
-        self._held.append(words)
-        self._num_held += len(words)
-        if self._num_held >= self._at_once:
-            yield from self.finish()
 
     def finish(self) -> Iterator[NDArray[np.int32]]:
         """Yield the rows that are left."""

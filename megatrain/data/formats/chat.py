@@ -15,7 +15,7 @@ def text(fields: Fields, place: Source) -> list[TextExample]:
     value = fields.get("text")
     if value is None:
         raise _no_text(fields)
-    document = unicode_text(value, f'column "{fields.column("text")}"')
+    document = unicode_text(value, fields.name_of("text"))
     if not document.strip():
         raise RowError(EMPTY_TEXT, is_fault=False)
     return [TextExample(source=place, text=document)]
@@ -23,13 +23,13 @@ def text(fields: Fields, place: Source) -> list[TextExample]:
 
 def _no_text(fields: Fields) -> RowError:
     """Return the error of a row without raw text; rows of an unknown format are read as raw text."""
-    name, absent = fields.column("text"), fields.absent()
+    absent = fields.absent()
     if absent is not None:
         return fields.missing(absent)
-    if name in fields.row:
+    if fields.column("text") in fields.row:
         return fields.missing("text")
     return RowError(
-        f'there is no column "{name}"',
+        f"there is no {fields.name_of('text')}",
         more=f"; the columns are {fields.names}; choose one with data.text_column, or those of instructions "
         "and answers with data.columns='{instruction: COLUMN, output: COLUMN}'",
     )
@@ -39,7 +39,7 @@ def conversation(fields: Fields, place: Source, spelling: Spelling) -> list[Chat
     """Read a conversation given as turns."""
     messages = turns_of(fields, spelling)
     check_answered(messages)
-    return [ChatExample(source=place, messages=messages, tools=tools_of(fields), options=options_of(fields))]
+    return [ChatExample(source=place, messages=messages, **extras_of(fields))]
 
 
 def turns_of(fields: Fields, spelling: Spelling) -> tuple[Message, ...]:
@@ -47,7 +47,7 @@ def turns_of(fields: Fields, spelling: Spelling) -> tuple[Message, ...]:
     value = fields.get("messages")
     if value is None:
         raise fields.missing("messages")
-    messages = spelling.messages(value, fields, f'column "{fields.column("messages")}"')
+    messages = spelling.messages(value, fields, fields.name_of("messages"))
     return (*(system_of(fields) if messages[0].role != "system" else ()), *messages)
 
 
@@ -77,7 +77,7 @@ def instruction_of(fields: Fields) -> tuple[Message, ...]:
         RowError: The row has no instruction.
     """
     messages = list(system_of(fields))
-    for pair in fields.as_list(fields.get("history") or [], f'column "{fields.column("history")}"'):
+    for pair in fields.as_list(fields.get("history") or [], fields.name_of("history")):
         if not isinstance(pair, list) or len(pair) != 2:
             raise RowError("the history is not pairs of turns")
         for role, turn in zip(("user", "assistant"), pair, strict=True):
@@ -94,7 +94,7 @@ def alpaca(fields: Fields, place: Source, spelling: Spelling) -> list[ChatExampl
         value = fields.get(name)
         if value is not None and spelling.is_of_turns(spelling.parsed(value, fields, f'column "{name}"')):
             raise RowError(
-                f'column "{fields.column(name)}" holds turns, not text',
+                f"{fields.name_of(name)} holds turns, not text",
                 more="; use data.format=prompt_completion, and say with data.columns in which columns prompt "
                 "and completion are",
             )
@@ -121,7 +121,7 @@ def _answered(fields: Fields, place: Source, instance: Any) -> ChatExample:
     finally:
         fields.row = row
     if not answer.strip():
-        raise RowError("the answer is empty", f'column "{fields.column("output")}" is empty')
+        raise RowError("the answer is empty", f"{fields.name_of('output')} is empty")
     messages = (*messages, Message(role="assistant", content=answer))
     return ChatExample(source=place, messages=messages, tools=tools, options=options_of(fields))
 
@@ -132,23 +132,15 @@ def prompt_completion(
     """Read a prompt and its completion: plain text, or turns if either is turns."""
     prompt, completion = (value_or_turns(fields, spelling, name) for name in ("prompt", "completion"))
     if not (spelling.is_of_turns(prompt) or spelling.is_of_turns(completion)):
-        end = fields.as_text(completion, f'column "{fields.column("completion")}"')
+        end = fields.as_text(completion, fields.name_of("completion"))
         if not end.strip():
             raise RowError("the completion is empty", f'column "{fields.column("completion")}" is empty')
-        start = fields.as_text(prompt, f'column "{fields.column("prompt")}"')
+        start = fields.as_text(prompt, fields.name_of("prompt"))
         return [CompletionExample(source=place, prompt=start, completion=end)]
     asked = side(prompt, "user", fields, spelling, "prompt")
     answer = side(completion, "assistant", fields, spelling, "completion")
     check_answered(answer)
-    return [
-        ChatExample(
-            source=place,
-            messages=(*asked, *answer),
-            tools=tools_of(fields),
-            options=options_of(fields),
-            num_prompt=len(asked),
-        )
-    ]
+    return [ChatExample(source=place, messages=(*asked, *answer), num_prompt=len(asked), **extras_of(fields))]
 
 
 def value_or_turns(fields: Fields, spelling: Spelling, name: str) -> Any:
@@ -156,12 +148,12 @@ def value_or_turns(fields: Fields, spelling: Spelling, name: str) -> Any:
     value = fields.get(name)
     if value is None:
         raise fields.missing(name)
-    return spelling.parsed(value, fields, f'column "{fields.column(name)}"')
+    return spelling.parsed(value, fields, fields.name_of(name))
 
 
 def side(value: Any, role: str, fields: Fields, spelling: Spelling, field: str) -> tuple[Message, ...]:
     """Return turns as they are, and text as a single turn of `role`."""
-    what = f'column "{fields.column(field)}"'
+    what = fields.name_of(field)
     if isinstance(value, str):
         return (Message(role=role, content=fields.as_text(value, what)),)
     return spelling.messages(value, fields, what)
@@ -171,13 +163,22 @@ _RENDERED_WITH = ("messages", "tools", "add_generation_prompt")
 """The template variables that this project sets itself."""
 
 
+def extras_of(fields: Fields) -> dict[str, Any]:
+    """Return what a row gives a chat template beside messages, by its name in an example.
+
+    Raises:
+        RowError: The tools or the options are malformed.
+    """
+    return {"tools": tools_of(fields), "options": options_of(fields)}
+
+
 def options_of(fields: Fields) -> dict[str, Any]:
     """Return the other variables of the chat template that a row gives, as TRL's rows do.
 
     Raises:
         RowError: The value of the field is no mapping of variables.
     """
-    what = f'column "{fields.column("chat_template_kwargs")}"'
+    what = fields.name_of("chat_template_kwargs")
     value = fields.get("chat_template_kwargs")
     options = parse(value, what) if isinstance(value, str) and value.strip() else value or {}
     if not isinstance(options, dict):

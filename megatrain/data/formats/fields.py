@@ -39,6 +39,10 @@ class Fields:
         """Return the name of the column that holds a field."""
         return self._columns.get(field, field)
 
+    def name_of(self, field: str) -> str:
+        """Return the name of a field in errors: that of its column."""
+        return f'column "{self.column(field)}"'
+
     def get(self, field: str) -> Any:
         """Return the value of a field, or None if the row lacks it."""
         if self._is_closed and field not in self._columns:
@@ -61,7 +65,7 @@ class Fields:
         value = self.get(field)
         if value is None:
             raise self.missing(field)
-        return self.as_text(value, f'column "{self.column(field)}"')
+        return self.as_text(value, self.name_of(field))
 
     def optional_text(self, field: str) -> str:
         """Return a field of text; empty if it is missing."""
@@ -69,11 +73,11 @@ class Fields:
 
     def missing(self, field: str) -> RowError:
         """Return the error of a row that lacks a field."""
-        name = self.column(field)
-        if name in self.row:
-            return RowError(f'column "{name}" holds null', more=", not text")
+        name = self.name_of(field)
+        if self.column(field) in self.row:
+            return RowError(f"{name} holds null", more=", not text")
         ways = "" if self._is_closed else f"; name it with data.columns='{{{field}: COLUMN}}'"
-        return RowError(f'there is no column "{name}"', more=f"; the columns are {self.names}{ways}")
+        return RowError(f"there is no {name}", more=f"; the columns are {self.names}{ways}")
 
     @property
     def names(self) -> str:

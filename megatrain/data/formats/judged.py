@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.data.example import KtoExample, Message, PreferenceExample, Source, Turns
-from megatrain.data.formats.chat import instruction_of, options_of, side, system_of, turns_of, value_or_turns
+from megatrain.data.formats.chat import extras_of, instruction_of, side, system_of, turns_of, value_or_turns
 from megatrain.data.formats.fields import Fields
-from megatrain.data.formats.turns import Spelling, tools_of
+from megatrain.data.formats.turns import Spelling
 from megatrain.data.row import RowError, kind
 
 
@@ -44,16 +44,8 @@ def preference(fields: Fields, place: Source, spelling: Spelling) -> list[Prefer
         raise RowError("chosen and rejected are the same")
     for answer, name in ((good, "chosen"), (bad, "rejected")):
         _check_answer(answer, name)
-    return [
-        PreferenceExample(
-            source=place,
-            prompt=prompt,
-            chosen=good,
-            rejected=bad,
-            tools=tools_of(fields),
-            options=options_of(fields),
-        )
-    ]
+    extras = extras_of(fields)
+    return [PreferenceExample(source=place, prompt=prompt, chosen=good, rejected=bad, **extras)]
 
 
 def _is_whole(value: Any, spelling: Spelling) -> bool:
@@ -129,16 +121,8 @@ def kto(fields: Fields, place: Source, spelling: Spelling) -> list[KtoExample]:
         prompt = instruction_of(fields)
         completion = (Message(role="assistant", content=fields.text("output")),)
     _check_answer(completion, "judged")
-    return [
-        KtoExample(
-            source=place,
-            prompt=prompt,
-            completion=completion,
-            is_good=is_good,
-            tools=tools_of(fields),
-            options=options_of(fields),
-        )
-    ]
+    extras = extras_of(fields)
+    return [KtoExample(source=place, prompt=prompt, completion=completion, is_good=is_good, **extras)]
 
 
 def as_label(value: Any) -> bool | None:
@@ -155,9 +139,10 @@ def _label(fields: Fields) -> bool:
         raise fields.missing("label")
     label = as_label(value)
     if label is None:
+        name = fields.name_of("label")
         raise RowError(
-            f'column "{fields.column("label")}" is not true or false',
-            f'column "{fields.column("label")}" holds {value!r:.40} ({kind(value)}), not true or false',
+            f"{name} is not true or false",
+            f"{name} holds {value!r:.40} ({kind(value)}), not true or false",
         )
     if not isinstance(value, bool):
         fields.repairs.append("a judgement was taken from a number or text")

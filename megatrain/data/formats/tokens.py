@@ -101,7 +101,7 @@ def _check_length(values: tuple[int, ...], count: int, name: str) -> None:
 
 
 def _numbers(fields: Fields, field: str) -> tuple[int, ...]:
-    what = f'column "{fields.column(field)}"'
+    what = fields.name_of(field)
     value: Any = fields.get(field)
     if value is None:
         raise fields.missing(field)

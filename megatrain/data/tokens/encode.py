@@ -58,14 +58,13 @@ class EncoderRecipe:
     """The id of the token that ends a document."""
     day: date = field(default_factory=lambda: date.today())
     """The date for templates that ask for the time; it stays fixed while data are prepared."""
+    objective: Objective = DEFAULT
+    """The objective, which decides what kind of example is accepted."""
 
     @property
     def asks_day(self) -> bool:
         """Whether the template may ask for the time."""
         return "strftime_now" in str(self.template)
-
-    objective: Objective = DEFAULT
-    """The objective, which decides what kind of example is accepted."""
 
     def make(self) -> Encoder:
         """Compile the template and return the encoder.
@@ -74,14 +73,7 @@ class EncoderRecipe:
             ConfigError: The template cannot be used.
         """
         names = dict(self.tokenizer.special_tokens_map)
-        template = None if self.template is None else ChatTemplate(self.template, names, self.day)
-        return Encoder(
-            self.tokenizer,
-            template,
-            train_on=self.train_on,
-            end_id=self.end_id,
-            objective=self.objective,
-        )
+        return Encoder(self, None if self.template is None else ChatTemplate(self.template, names, self.day))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +89,15 @@ class _Text:
 class Encoder:
     """Turns examples into words; the same in every process."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: ChatTemplate | None,
-        *,
-        train_on: TrainOn,
-        end_id: int,
-        objective: Objective = DEFAULT,
-    ) -> None:
+    def __init__(self, recipe: EncoderRecipe, template: ChatTemplate | None) -> None:
         """Store what examples are encoded with.
 
         Args:
-            tokenizer: The tokenizer, which must be a fast one, with offsets.
-            template: The chat template; None if there is none.
-            train_on: The part of a chat or a completion that is trained on.
-            end_id: The id of the token that ends a document.
-            objective: The objective, which decides what kind of example is accepted.
+            recipe: The ingredients. The tokenizer must be a fast one, with offsets.
+            template: The chat template that was made of the recipe's; None if there is none.
         """
-        self._objective = objective
-        self._tokenizer = tokenizer
-        self._template = template
-        self._train_on = train_on
-        self._end_id = end_id
+        self._tokenizer, self._template, self._objective = recipe.tokenizer, template, recipe.objective
+        self._train_on, self._end_id = recipe.train_on, recipe.end_id
         self._is_checked = False
         """Whether the template has been checked. The first chat triggers that, since texts need none."""
 
@@ -198,17 +176,14 @@ class Encoder:
 
         Raises:
             ConfigError: There is a chat and no template.
-            DataError: The template refuses the example.
+            RenderError: The template refuses the example.
         """
         answers = example.answers
         plain = [answer for answer in answers if isinstance(answer, str)]
         if isinstance(example.prompt, str) and len(plain) == len(answers):
             sides = self._plain_sides(example.prompt, plain)
         else:
-            try:
-                sides = [self._chat_side(example, answer) for answer in answers]
-            except RenderError as error:
-                raise DataError(f"{example.source}: {error}") from error
+            sides = [self._chat_side(example, answer) for answer in answers]
         prompts, answered = zip(*sides, strict=True)
         return Judged(prompts, answered, example.is_good)
 
@@ -246,8 +221,8 @@ class Encoder:
             assert isinstance(example, JudgedExample)
             try:
                 results.append(self.encode_pair(example))
-            except DataError as error:
-                results.append(Refused(str(error).removeprefix(f"{example.source}: ")))
+            except RenderError as error:
+                results.append(Refused(str(error)))
         return results
 
     def _check_kind(self, example: Example) -> None:

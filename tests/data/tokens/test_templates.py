@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatrain.data.example import ChatExample, Source
 from megatrain.data.formats.detect import Converter, Recipe
 from megatrain.data.tokenizer import train_tokenizer
-from megatrain.data.tokens.encode import Encoder, Refused
+from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused
 from megatrain.data.tokens.rendering import RenderError, Span
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
 from megatrain.data.words import IDS
@@ -344,7 +344,9 @@ def test_each_template_is_known() -> None:
 def test_text_ids_and_masks_of_a_template_that_trl_ships(name: str) -> None:
     source = (FOLDER / f"{name}.jinja").read_text()
     template = template_of(name)
-    encoder = Encoder(tokenizer(), template, train_on=TrainOn(), end_id=tokenizer().eos_token_id)
+    end_id = tokenizer().eos_token_id
+    recipe = EncoderRecipe(tokenizer=tokenizer(), template=source, train_on=TrainOn(), end_id=end_id)
+    encoder = Encoder(recipe, template)
     for conversation, turns in CONVERSATIONS.items():
         example = example_of(turns)
         text = applied(name, turns, chat_template=source, tokenize=False)
