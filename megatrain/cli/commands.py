@@ -29,6 +29,7 @@ from megatrain.cli.log import log_to_stderr, showing
 from megatrain.cli.machine import caller, planned_machine
 from megatrain.cli.plan import print_plan
 from megatrain.cli.ranks import join_ranks, leave_out_stacks, start_ranks
+from megatrain.cli.settings import given_settings, read_settings
 from megatrain.distributed.processes import tell_launcher
 from megatrain.errors import ConfigError, RankError, as_ours, is_text
 from megatrain.recipes import place, recipes
@@ -175,11 +176,10 @@ def train(
         "train.device": device,
         "checkpoint.resume": resume,
     }
-    given = {key: value for key, value in flags.items() if value is not None}
-    from megatrain.config import build_config, combine_settings
+    from megatrain.config import build_config
 
-    raw, source = combine_settings(arguments or [], given)
-    config = build_config(raw, source=source or "command line")
+    raw, source = given_settings(arguments, flags)
+    config = build_config(raw, source=source)
     _check_options(plan_only, dry_run, {"--machine": machine, "--ram": ram})
     if plan_only or not Path(config.out, "config.yaml").exists():  # a finished run needs its data no more
         from megatrain.data.read.files import check_path
@@ -188,9 +188,9 @@ def train(
             check_path(each.path)
     if plan_only:
         place = planned_machine(machine, ram, gpus=ranks)
-        _print_own_plan(raw, source or "command line", config, place)
+        _print_own_plan(raw, source, config, place)
     if ranks is not None and ranks > 1:
-        overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+        overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
         again = ["train", *(arguments or []), *overrides, *["--verbose"] * verbose]
         raise typer.Exit(start_ranks(config, ranks, ["--debug"] * _debug + again, dry_run=dry_run))
     with showing("train") as doing:
@@ -239,14 +239,6 @@ def _print_own_plan(
         found = find_checkpoint(directory, resume, digests=False)
         point = point_of(config, directory, found, [held_by(config)] if resume == "auto" else [])
         print_plan(raw, machine, caller(doing), shown={}, source=source, reads=Reads.ALL, point=point)
-
-
-def read_settings(arguments: Sequence[str], flags: dict[str, Any]) -> Config:
-    """Combine the arguments of `train`: at most one file, overrides, and flags by the key that each sets."""
-    from megatrain.config import build_config, combine_settings
-
-    raw, source = combine_settings(arguments, flags)
-    return build_config(raw, source=source or "command line")
 
 
 plan_commands.add_to(app)

@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from megatrain.cli.folders import prepared_folder
-from megatrain.config import build_config, combine_settings, set_keys
+from megatrain.cli.settings import given_settings, read_settings
+from megatrain.config import build_config, set_keys
 from megatrain.errors import DataError
 
 data = typer.Typer(no_args_is_help=True, help="Look at data, or prepare it, before training on it.")
@@ -49,13 +50,11 @@ def data_inspect(
     Without a model there are no tokens: lengths are in characters. Nothing is written. Exit code 4 if nothing
     is left to train on.
     """
-    flags: dict[str, Any] = {"model.path": model, "data.path": path or None}
-    given = {key: value for key, value in flags.items() if value is not None}
-    raw, source = combine_settings(arguments or [], given)
+    raw, source = given_settings(arguments, {"model.path": model, "data.path": path or None})
     named = raw.get("model")
     has_model = isinstance(named, dict) and named.get("path") is not None
     raw = raw if has_model else set_keys(raw, [("model.path", _NO_MODEL)])
-    config = build_config(raw, source=source or "command line")
+    config = build_config(raw, source=source)
     from megatrain.train.commands.inspect import inspect_data
 
     found = inspect_data(config, has_model=has_model, num_samples=samples)
@@ -86,15 +85,8 @@ def data_prepare(
     What is prepared is kept by the content of the files, the tokenizer, the chat template and the settings of
     data, in `data.cache` or the user's cache folder. Train finds it there, or prepares it itself.
     """
-    flags: dict[str, Any] = {
-        "model.path": model,
-        "data.path": path or None,
-        "data.cache": cache,
-        "data.workers": workers,
-    }
-    given = {key: value for key, value in flags.items() if value is not None}
-    raw, source = combine_settings(arguments or [], given)
-    config = build_config(raw, source=source or "command line")
+    flags = {"model.path": model, "data.path": path or None, "data.cache": cache, "data.workers": workers}
+    config = read_settings(arguments, flags)
     from megatrain.train.inputs import prepare_data
 
     _print_sets(prepare_data(config, folder=prepared_folder()))

@@ -12,6 +12,7 @@ from megatrain.cli.folders import counts_folder, prepared_folder
 from megatrain.cli.help import SettingsCommand
 from megatrain.cli.log import showing
 from megatrain.cli.machine import planned_machine
+from megatrain.cli.settings import given_settings
 from megatrain.errors import CapacityError
 from megatrain.recipes import place, shapes
 
@@ -85,18 +86,13 @@ def plan(
         "train.grad_accumulation": grad_accumulation,
         "train.precision": precision,
     }
-    given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
-    if clip is not None:
-        given["optim.max_grad_norm"] = 1.0 if clip else None
-    from megatrain.config import combine_settings
+    clips = [] if clip is None else [f"optim.max_grad_norm={1.0 if clip else 'null'}"]
     from megatrain.config.sizes import parse_tokens
     from megatrain.train.caller import Caller
 
-    raw, source = combine_settings(arguments or [], given)
-    asked: dict[str, Any] = {
-        "source": source or "command line",
-        "hf_config": None if hf_config is None else Path(place(hf_config, shapes())),
-    }
+    raw, source = given_settings([*(arguments or []), *clips], flags)
+    shape = None if hf_config is None else Path(place(hf_config, shapes()))
+    asked: dict[str, Any] = {"source": source, "hf_config": shape}
     num_tokens = None if tokens is None else parse_tokens(tokens)
     with showing("plan") as progress:
         asking = Caller(counts=counts_folder(), prepared=prepared_folder(), progress=progress)

@@ -117,12 +117,7 @@ def eval_(
         with importing():
             from megatrain.train.commands.evaluate import evaluate_run
 
-        found = evaluate_run(
-            run,
-            data,
-            overrides or [],
-            caller(doing),
-        )
+        found = evaluate_run(run, data, overrides or [], caller(doing))
     if as_json:
         print(json.dumps({one.name: dict(one.numbers) for one in found}))
         return
