@@ -194,8 +194,9 @@ def rates(record: Record, is_dry: bool) -> None:
     device = device_of(is_dry)
     present = Device(name=device_name(device), nbytes=free_bytes(device), fuses_updates=fuses_updates(device))
     bench = run_bench(device, None, sizes, show=lambda what: record.add(stage=what))
-    copies, products, attention = bench.copies, bench.matmul["bf16"], bench.attention["bf16"]
-    machine = describe_machine(bench.measurements(), device=present, num_cores=worker_threads(), path=None)
+    copies, rates = bench.copies, bench.rates
+    products, attention = rates.matmul_flops_per_s["bf16"], rates.attention_flops_per_s["bf16"]
+    machine = describe_machine(rates, device=present, num_cores=worker_threads(), path=None)
     record.add(
         stage="done",
         bench=bench_json(bench),

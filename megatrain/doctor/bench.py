@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,15 +87,9 @@ QUICK = Sizes(
 class Bench:
     """All that was measured."""
 
+    rates: Measurements
+    """The rates that make a machine."""
     copies: CopyRates
-    device_bytes_per_s: float
-    matmul: Mapping[str, float]
-    attention: Mapping[str, float]
-    """Forward; by dtype, and by dtype and size of heads."""
-    attention_backward: Mapping[str, float]
-    updates: Mapping[int, float]
-    compressed: Mapping[str, float]
-    """Updates of other optimizers and formats, with the best number of threads."""
     nodes: tuple[tuple[Node, float], ...]
     drive: DriveBench | None
     locked_bytes: int | None
@@ -104,29 +98,7 @@ class Bench:
     """The bytes that locking was tried with, at most."""
     launch_s: float | None
     """The time of a visit beside its arithmetic; None: it was not measured."""
-    on_gpu: bool
     seconds: float
-    how: str
-
-    def measurements(self) -> Measurements:
-        """Return the rates that make a machine."""
-        return Measurements(
-            matmul_flops_per_s=self.matmul,
-            attention_flops_per_s=self.attention,
-            attention_backward_flops_per_s=self.attention_backward,
-            device_bytes_per_s=self.device_bytes_per_s,
-            h2d_bytes_per_s=self.copies.h2d_locked,
-            d2h_bytes_per_s=self.copies.d2h_locked,
-            both_share=self.copies.both_share,
-            pageable_share=self.copies.pageable_share,
-            node_bytes_per_s=tuple(rate for _, rate in self.nodes),
-            update_params_per_s=self.updates,
-            compressed_params_per_s=self.compressed,
-            drive=None if self.drive is None else self.drive.rates,
-            launch_s=None if self.on_gpu else self.launch_s,
-            launches_per_s=_VISIT_OPERATIONS / self.launch_s if self.on_gpu and self.launch_s else None,
-            how=self.how,
-        )
 
 
 def run_bench(
@@ -134,7 +106,7 @@ def run_bench(
     directory: Path | None,
     sizes: Sizes | None = None,
     *,
-    how: str = "",
+    how: str = "measured on this machine by doctor --bench",
     show: Callable[[str], object] = _log.debug,
 ) -> Bench:
     """Measure everything, one after the other.
@@ -196,22 +168,32 @@ def run_bench(
     }
     if on_gpu:
         give_back_memory(device)  # what is free of the device's memory is asked next
-    return Bench(
-        copies=copies,
+    rates = Measurements(
+        matmul_flops_per_s=matmul,
+        attention_flops_per_s={name: forward for name, (forward, _) in attention.items()},
+        attention_backward_flops_per_s={name: backward for name, (_, backward) in attention.items()},
         device_bytes_per_s=device_rate,
-        matmul=matmul,
-        attention={name: forward for name, (forward, _) in attention.items()},
-        attention_backward={name: backward for name, (_, backward) in attention.items()},
-        updates=updates,
-        compressed=compressed,
+        h2d_bytes_per_s=copies.h2d_locked,
+        d2h_bytes_per_s=copies.d2h_locked,
+        both_share=copies.both_share,
+        pageable_share=copies.pageable_share,
+        node_bytes_per_s=tuple(rate for _, rate in nodes),
+        update_params_per_s=updates,
+        compressed_params_per_s=compressed,
+        drive=None if drive is None else drive.rates,
+        launch_s=None if on_gpu else launch_s,
+        launches_per_s=_VISIT_OPERATIONS / launch_s if on_gpu and launch_s else None,
+        how=how,
+    )
+    return Bench(
+        rates=rates,
+        copies=copies,
         nodes=nodes,
         drive=drive,
         locked_bytes=lockable_bytes(lock_limit, partial(can_lock, device)) if on_gpu else None,
         lock_limit=lock_limit,
         launch_s=launch_s,
-        on_gpu=on_gpu,
         seconds=time.perf_counter() - began_s,
-        how=how or "measured on this machine by doctor --bench",
     )
 
 

@@ -198,9 +198,11 @@ def _rates(bench: Bench) -> Iterator[tuple[str, str]]:
             f"{copies.d2h_locked / 1e9:.1f} GB/s locked, {copies.d2h_pageable / 1e9:.1f} pageable",
         )
         yield "both at once", f"{copies.both / 1e9:.1f} GB/s added"
-    for name, rates in (("matrix products", bench.matmul), ("causal attention", bench.attention)):
+    found = bench.rates
+    of_products = ("matrix products", found.matmul_flops_per_s)
+    for name, rates in (of_products, ("causal attention", found.attention_flops_per_s)):
         yield name, ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in rates.items())
-    updates = ", ".join(f"{count}: {rate / 1e9:.2f}" for count, rate in bench.updates.items())
+    updates = ", ".join(f"{count}: {rate / 1e9:.2f}" for count, rate in found.update_params_per_s.items())
     yield "AdamW by threads", f"{updates} G parameters/s"
     for node, rate in bench.nodes:
         yield f"memory of node {node.number}", f"{rate / 1e9:.1f} GB/s read and written ({node.kind})"
@@ -219,16 +221,18 @@ def _rates(bench: Bench) -> Iterator[tuple[str, str]]:
     yield "bench", f"{bench.seconds:.0f} s"
 
 
+_SHOWN = (
+    *("device_bytes_per_s", "matmul_flops_per_s", "compressed_params_per_s"),
+    *("attention_flops_per_s", "attention_backward_flops_per_s"),
+)
+
+
 def bench_json(bench: Bench) -> dict[str, Any]:
     """Return what was measured, for a program."""
     return {
         "copies": asdict(bench.copies),
-        "device_bytes_per_s": bench.device_bytes_per_s,
-        "matmul_flops_per_s": dict(bench.matmul),
-        "attention_flops_per_s": dict(bench.attention),
-        "attention_backward_flops_per_s": dict(bench.attention_backward),
-        "compressed_params_per_s": dict(bench.compressed),
-        "update_params_per_s": {str(count): rate for count, rate in bench.updates.items()},
+        **{name: value for name, value in asdict(bench.rates).items() if name in _SHOWN},
+        "update_params_per_s": {str(n): rate for n, rate in bench.rates.update_params_per_s.items()},
         "nodes": [
             {"number": node.number, "kind": node.kind, "nbytes": node.nbytes, "bytes_per_s": rate}
             for node, rate in bench.nodes

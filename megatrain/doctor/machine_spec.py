@@ -52,9 +52,7 @@ def this_machine(kept: Path | None, path: Path | None = None) -> HardwareSpec:
 
 def machine_of(bench: Bench, path: Path | None, sensor: Sensor | None = None) -> HardwareSpec:
     """Return this machine with the rates of a bench; `sensor` knows the device's power limit."""
-    return describe_machine(
-        bench.measurements(), device=present_device(sensor), num_cores=worker_threads(), path=path
-    )
+    return describe_machine(bench.rates, device=present_device(sensor), num_cores=worker_threads(), path=path)
 
 
 def keep(file: Path, spec: HardwareSpec, path: Path) -> None:

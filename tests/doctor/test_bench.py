@@ -133,7 +133,7 @@ def test_bench_makes_a_machine_that_reads_back(tmp_path: Path) -> None:
     bench = run_bench(torch.device("cpu"), tmp_path, replace(TINY, overhead_layers=4))
     assert list(tmp_path.iterdir()) == []
     assert bench.launch_s is not None
-    assert set(bench.updates) == set(thread_counts(worker_threads()))
+    assert set(bench.rates.update_params_per_s) == set(thread_counts(worker_threads()))
     spec = machine_of(bench, tmp_path)
     assert spec.is_cpu
     assert spec.launch_s == bench.launch_s
