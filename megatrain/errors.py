@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -104,6 +106,12 @@ def is_text(given: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+@functools.cache
+def warn_once(log: logging.Logger, text: str) -> None:
+    """Log a warning, unless this process has logged the same one before."""
+    log.warning("%s", text)
 
 
 def one_of(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from megatrain.errors import MegatrainError, ModelError
+from megatrain.errors import MegatrainError, ModelError, first_line
 
 _WAIT_S = 5.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -63,8 +63,7 @@ def asking_hub(name: str, what: str, kind: type[MegatrainError] = ModelError) ->
     except MegatrainError:
         raise
     except Exception as error:  # the hub's client and its transport raise many classes
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        why = f"; check the spelling: {lines[0]}"
+        why = f"; check the spelling: {first_line(error)}"
         if not is_reached:
             why = ", which is not asked (HF_HUB_OFFLINE)" if is_off else ", which was not reached"
             why += "; check the spelling and the connection"

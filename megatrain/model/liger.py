@@ -11,11 +11,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, warn_once
 
 _log = logging.getLogger(__name__)
-
-_warned: set[str] = set()
 
 
 def uses_liger(setting: str, device_type: str) -> bool:
@@ -47,9 +45,7 @@ def apply_liger(model_type: str) -> bool:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        if model_type not in _warned:
-            _warned.add(model_type)
-            _log.warning("Liger has no kernels for models of type %s; they run with torch's own", model_type)
+        warn_once(_log, f"Liger has no kernels for models of type {model_type}; they run with torch's own")
         return False
     # What else there is, Liger knows per type: rope=True is an error for some of them, such as glm4.
     _apply_liger_kernel(model_type, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         fake_module("liger_kernel.transformers.monkey_patch", MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": apply}),
     ):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(liger, "_warned", set())
+    liger.warn_once.cache_clear()
     return made
 
 

@@ -6,7 +6,7 @@ It is counted from the modules themselves on fake tensors by `model.profile.coun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatrain.config.policies import Policy
@@ -38,7 +38,7 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         """Return the work of both."""
-        return self._with(other, 1)
+        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS})
 
     def again(self, policy: Policy) -> Cost:
         """Return what of this work, a layer's forward, runs again under an activation policy."""
@@ -52,30 +52,15 @@ class Cost:
 
     def __sub__(self, other: Cost) -> Cost:
         """Return the work of this one that the other, a part of it, does not hold."""
-        return self._with(other, -1)
-
-    def _with(self, other: Cost, factor: int) -> Cost:
-        return Cost(
-            matmul_flops=self.matmul_flops + factor * other.matmul_flops,
-            attention_flops=self.attention_flops + factor * other.attention_flops,
-            moved_bytes=self.moved_bytes + factor * other.moved_bytes,
-            num_operations=self.num_operations + factor * other.num_operations,
-            fused_bytes=self.fused_bytes + factor * other.fused_bytes,
-            num_kernels=self.num_kernels + factor * other.num_kernels,
-            swapped_bytes=self.swapped_bytes + factor * other.swapped_bytes,
-        )
+        return Cost(**{name: getattr(self, name) - getattr(other, name) for name in _NUMBERS})
 
     def scaled(self, factor: Any) -> Cost:
         """Return this work that many times; a number for each of several sizes gives as many."""
-        return Cost(
-            matmul_flops=self.matmul_flops * factor,
-            attention_flops=self.attention_flops * factor,
-            moved_bytes=self.moved_bytes * factor,
-            num_operations=_whole(self.num_operations * factor),
-            fused_bytes=self.fused_bytes * factor,
-            num_kernels=_whole(self.num_kernels * factor),
-            swapped_bytes=self.swapped_bytes * factor,
-        )
+        scaled = {name: getattr(self, name) * factor for name in _NUMBERS}
+        return Cost(**scaled | {name: _whole(scaled[name]) for name in ("num_operations", "num_kernels")})
+
+
+_NUMBERS = tuple(field.name for field in fields(Cost))
 
 
 def _whole(number: Any) -> Any:

@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
@@ -21,7 +20,7 @@ from transformers.utils import import_utils
 
 from megatrain.config.adaptation import Adaptation
 from megatrain.config.policies import COUNTED, KEEP, POLICIES, RECOMPUTE, Policy
-from megatrain.errors import ConfigError, ModelError
+from megatrain.errors import ConfigError, ModelError, warn_once
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.blocks import find_blocks, group_layers
@@ -69,13 +68,8 @@ def _leave_out_router_loss(model: PreTrainedModel) -> tuple[str, ...]:
         f"the {model.config.model_type} model is counted without its router loss, whose memory grows with "
         "layers, tokens and experts"
     )
-    _warn_once(warning)
+    warn_once(_log, warning)
     return (warning,)
-
-
-@cache
-def _warn_once(text: str) -> None:
-    _log.warning(text)
 
 
 @contextmanager
@@ -257,25 +251,9 @@ class Counter:
 
     def describe(self, whole: WholePass) -> tuple[Layer, ...]:
         """Describe every layer by the trace of its kind; those that are not passed, by their size alone."""
-        passed = [self._layer(number, whole.traces[kind]) for number, kind in enumerate(whole.kinds)]
-        return (*passed, *map(self._layer_beside, range(len(self.layers), len(self.groups))))
-
-    def _layer_beside(self, number: int) -> Layer:
-        parts = [(self.blocks[n], self.layouts[n]) for n in self.groups[number]]
-        nothing = dict.fromkeys(POLICIES, 0)
-        return Layer(
-            fragments=tuple(fragment(*part, kind_of_fragment(part[0]), Cost()) for part in parts),
-            forward=Cost(),
-            backward=Cost(),
-            boundary_bytes=0,
-            saved_bytes=nothing,
-            forward_peak_bytes=nothing,
-            backward_peak_bytes=nothing,
-            holds_input=dict.fromkeys(nothing, False),
-            fragment_peak_bytes=nothing,
-            collect_bytes=dict.fromkeys(nothing, (0,) * (len(parts) + 1)),
-            largest_run=self.largest_runs[number],
-        )
+        traces = [whole.traces[kind] for kind in whole.kinds]
+        traces += [_no_traces(len(group)) for group in self.groups[len(self.layers) :]]
+        return tuple(self._layer(number, each) for number, each in enumerate(traces))
 
     def _layer(self, number: int, traces: Traces) -> Layer:
         group = self.groups[number]
@@ -303,6 +281,12 @@ class Counter:
             made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
             rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
         )
+
+
+def _no_traces(num_fragments: int) -> Traces:
+    """Return the traces of a layer that rows of text do not pass."""
+    nothing = Trace(forward=[Cost()] * num_fragments, collect_bytes=(0,) * num_fragments)
+    return dict.fromkeys(COUNTED, nothing)
 
 
 def _saved_bytes(policy: Policy, trace: Trace) -> Any:

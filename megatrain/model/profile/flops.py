@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from megatrain.config.policies import Policy
+from megatrain.errors import warn_once
 from megatrain.model.blocks import beside_text, is_beside
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _part(
         count = float(parameter.numel())
         if "experts" in name.split("."):
             if share is None:
-                _warn_once(ALL_EXPERTS)
+                warn_once(_log, ALL_EXPERTS)
             count *= share or 1.0
         active += count
         trained += count if parameter.requires_grad else 0.0
@@ -190,11 +190,6 @@ def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
 
 
 ALL_EXPERTS = "the config does not say how many experts are active: the FLOPs count all of them"
-
-
-@cache
-def _warn_once(text: str) -> None:
-    _log.warning(text)
 
 
 def counts_all_experts(model: PreTrainedModel) -> bool:

@@ -11,9 +11,10 @@ shapes alone are computed beside the fake ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -101,14 +102,9 @@ class Meter(TorchDispatchMode):
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(self._live[key][2] for key in keys if key in self._live)
 
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
+    def pausing(self) -> AbstractContextManager[object]:
         """Neither count nor follow what runs inside."""
-        held, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = held
+        return mock.patch.object(self, "is_paused", True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.errors import MegatrainError, ModelError
+from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.model.documents.apart import why_not_by_position
 from megatrain.model.head import count_targets
 from megatrain.model.sequence.attention import check_heads, rows_shared
@@ -99,8 +99,8 @@ def refuse_model(
     except MegatrainError:
         raise
     except Exception as error:  # a model's own code fails in its own way
-        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise _refused(f"the {name} model cannot be called with a part of a row ({first[0]})") from error
+        why = first_line(error)
+        raise _refused(f"the {name} model cannot be called with a part of a row ({why})") from error
     if not rows.num_calls:
         raise _refused(f"the {name} model does not ask transformers for its attention function")
     logits = found.logits.flatten(0, 1)[None]
