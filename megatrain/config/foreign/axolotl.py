@@ -12,10 +12,7 @@ from megatrain.config.foreign.translation import (
     QUANTISED,
     SEVERAL_GPUS,
     Translation,
-    chat_template,
-    common,
-    lora_modules,
-    preference,
+    names_in,
 )
 from megatrain.errors import ConfigError
 from megatrain.objective.registry import OBJECTIVES
@@ -93,18 +90,16 @@ def translate(t: Translation) -> None:
     if method is not None:
         if method not in _METHODS:
             raise ConfigError(f"rl is {method}; megatrain has {', '.join(_METHODS)}")
-        preference(t, *_METHODS[method])
+        t.preference(*_METHODS[method])
     t.rename(
-        {
-            "base_model": "model.path",
-            "tokenizer_config": "data.tokenizer",
-            "tokens": "model.new_tokens",
-            "micro_batch_size": "train.micro_batch_size",
-            "val_set_size": "data.val_size",
-            "streaming": "data.streaming",
-            "attn_implementation": "model.attn_implementation",
-        }
+        base_model="model.path",
+        tokenizer_config="data.tokenizer",
+        tokens="model.new_tokens",
+        micro_batch_size="train.micro_batch_size",
+        val_set_size="data.val_size",
+        streaming="data.streaming",
     )
+    t.rename("attn_implementation")
     t.settings.setdefault("train.micro_batch_size", 1)
     t.set("data.seq_len", t.take("sequence_len", 512))
     packs = t.take("sample_packing")
@@ -135,7 +130,7 @@ def translate(t: Translation) -> None:
             "train.on_spike=stop is set: it ends the run at a loss far above the last 64",
         )
     t.theirs.setdefault("num_epochs", 1)
-    common(t, schedule="lr_scheduler", optimizer="optimizer")
+    t.common(schedule="lr_scheduler", optimizer="optimizer")
     if least is not None and t.settings["optim.schedule"] == "cosine":
         t.set("optim.schedule", "cosine_with_min_lr")
         t.set("optim.schedule_args", {"min_lr_rate": least})
@@ -164,7 +159,7 @@ def _data(t: Translation) -> None:
     else:
         t.leave_out("chat_template_jinja", jinja, "write it to a file, and give that as data.chat_template")
         if template not in (None, "tokenizer_default", "jinja"):
-            chat_template(t, "chat_template", template, _TEMPLATES)
+            t.chat_template("chat_template", template, _TEMPLATES)
 
 
 def _source(t: Translation, source: Any) -> dict[str, Any]:
@@ -234,7 +229,7 @@ def _adapters(t: Translation) -> None:
     for key, value in values.items():
         if value:
             t.set(key, value)
-    t.set("lora.target_modules", ["all-linear"] if is_linear or not modules else lora_modules(modules))
+    t.set("lora.target_modules", ["all-linear"] if is_linear or not modules else names_in(modules))
 
 
 def _times(t: Translation) -> None:

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from megatrain.config.foreign.translation import (
-    NEEDLESS_MEMORY,
-    QUANTISED,
-    Translation,
-    chat_template,
-    common,
-    lora_modules,
-    preference,
-)
+from megatrain.config.foreign.translation import NEEDLESS_MEMORY, QUANTISED, Translation, names_in
 from megatrain.errors import ConfigError
 from megatrain.objective.registry import OBJECTIVES
 
@@ -70,17 +62,8 @@ def translate(t: Translation) -> None:
     """
     if t.take("do_train") is False:
         raise ConfigError("do_train is false: this is no file of a training run")
-    t.rename(
-        {
-            "model_name_or_path": "model.path",
-            "per_device_train_batch_size": "train.micro_batch_size",
-            "max_samples": "data.max_samples",
-            "val_size": "data.val_size",
-            "streaming": "data.streaming",
-            "preprocessing_num_workers": "data.workers",
-            "data_seed": "data.seed",
-        }
-    )
+    t.rename("model_name_or_path", "per_device_train_batch_size", "max_samples", "val_size", "data_seed")
+    t.rename(streaming="data.streaming", preprocessing_num_workers="data.workers")
     t.settings.setdefault("train.micro_batch_size", 8)
     t.set("data.seq_len", t.take("cutoff_len", 2048))
     attention = t.take("flash_attn", "auto")
@@ -99,7 +82,7 @@ def translate(t: Translation) -> None:
     stage = _stage(t)
     _data(t, stage)
     _adapters(t)
-    common(t, schedule="lr_scheduler_type", optimizer="optim")
+    t.common(schedule="lr_scheduler_type", optimizer="optim")
     t.refuse_rest(_REASONS, _reason)
 
 
@@ -116,7 +99,7 @@ def _stage(t: Translation) -> str:
     kind = t.theirs.get("pref_loss") or "sigmoid"
     for objective, theirs in found:
         if theirs.variant in (None, kind):
-            preference(t, objective, theirs)
+            t.preference(objective, theirs)
             return stage
     raise ConfigError(
         f"pref_loss is {kind}; megatrain has {', '.join(str(theirs.variant) for _, theirs in found)}"
@@ -125,7 +108,7 @@ def _stage(t: Translation) -> str:
 
 def _data(t: Translation, stage: str) -> None:
     registry = str(PurePosixPath(str(t.take("dataset_dir", "data"))) / "dataset_info.json")
-    names = lora_modules(t.take("dataset", []))
+    names = names_in(t.take("dataset", []))
     strategy, weights = t.take("mix_strategy", "concat"), t.take("interleave_probs")
     if weights is not None and strategy != "concat":
         shares = [float(share) for share in (weights.split(",") if isinstance(weights, str) else weights)]
@@ -140,12 +123,12 @@ def _data(t: Translation, stage: str) -> None:
     elif names:
         t.set("data.path", registry)
         t.set("data.dataset", names)
-    held_out = lora_modules(t.take("eval_dataset", []))
+    held_out = names_in(t.take("eval_dataset", []))
     if held_out:
         t.set("data.eval_path", {name: {"path": registry, "dataset": name} for name in held_out})
     template = t.take("template")
     if template is not None and stage != _TEXT:  # texts have no template
-        chat_template(t, "template", template, _TEMPLATES)
+        t.chat_template("template", template, _TEMPLATES)
     if t.take("train_on_prompt"):
         t.set("data.train_on", "all")
     elif t.take("mask_history"):
@@ -170,12 +153,12 @@ def _adapters(t: Translation) -> None:
         t.set("lora.r", rank)
         if alpha is not None:
             t.set("lora.alpha", alpha)
-        t.set("lora.target_modules", ["all-linear"] if target == "all" else lora_modules(target))
+        t.set("lora.target_modules", ["all-linear"] if target == "all" else names_in(target))
         for name, value in options.items():
             if value:
                 t.set(f"lora.{name}", value)
         if more:
-            t.set("lora.modules_to_save", lora_modules(more))
+            t.set("lora.modules_to_save", names_in(more))
     elif kind == "freeze":
         t.leave_out(
             "finetuning_type",
