@@ -111,6 +111,7 @@ def test_fault_is_injected(files: Bench) -> None:
     files.begin("train")
     answer = files.server.ask(files.command("train"), Fault(at=at, number=errno.ENOSPC))
     assert answer["code"] == 2
-    assert answer["err"].splitlines()[-1].startswith("error: megatrain cannot write the tokenizer to ")
+    # threads write at a time, so a busy machine may have the same number at another file
+    assert answer["err"].splitlines()[-1].startswith("error: megatrain cannot write ")
     assert "No space left on device; free some space there" in answer["err"]
     assert not any((files.root / "run/checkpoints").iterdir())

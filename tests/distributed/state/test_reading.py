@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain.config.choice import StepBatch
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
 from megatrain.train.adapters import write_adapter
@@ -39,10 +40,10 @@ def trained(ranks: Any, trained: str = "all", **settings: Any) -> tuple[Engine, 
     """Return an engine, and a function that takes a step with it."""
     model = make_model(FAMILIES["llama"]())
     TRAINED[trained](model)
-    lanes: Any = "checked" if ranks is None else RankLanes(ranks.turns, ranks.rank)
+    lanes: Any = "checked" if ranks is ALONE else RankLanes(ranks.turns, ranks.rank)
     engine = attach_plainly(model, device=lanes, batch=BATCH, ranks=ranks, precision="bf16", **settings)
     optimizer = engine.adamw(**HYPER)
-    own = engine.parts(4)[0 if ranks is None else ranks.rank]
+    own = engine.parts(4)[ranks.rank]
 
     def step() -> None:
         batches = make_batches(4, seed=0)
@@ -55,12 +56,11 @@ def trained(ranks: Any, trained: str = "all", **settings: Any) -> tuple[Engine, 
 def first_reads(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> Any:
     """Take a step; then the first rank reads, and the others follow its orders. Return what it has read."""
     engine, step = trained(ranks, **settings)
-    if ranks is None or ranks.rank == 0:
+    if ranks.rank == 0:
         with step_of_all(ranks, engine):
             step()
         found = read(engine)
-        if ranks is not None:
-            ranks.tell(END)
+        ranks.tell(END)
         return found
     while (order := ranks.tell()) != END:
         if order == STEP:
@@ -83,7 +83,7 @@ def masters(engine: Engine) -> dict[str, torch.Tensor]:
     "settings", [{}, {"resident_layers": 4, "gradients": "device"}], ids=["", "resident"]
 )
 def test_the_first_rank_reads_masters_of_all(shape: tuple[int, int], settings: dict[str, Any]) -> None:
-    alone = first_reads(None, masters, **settings)
+    alone = first_reads(ALONE, masters, **settings)
     found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, **settings))
     assert found.keys() == alone.keys()
     assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
@@ -91,7 +91,7 @@ def test_the_first_rank_reads_masters_of_all(shape: tuple[int, int], settings: d
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
 def test_the_first_rank_reads_masters_on_drives_of_all(shape: tuple[int, int], tmp_path: Path) -> None:
-    alone = first_reads(None, masters)
+    alone = first_reads(ALONE, masters)
     found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, tiers=tiers(tmp_path)))
     assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
 
@@ -107,7 +107,7 @@ def test_the_first_rank_saves_adapters_and_their_state_over_nodes(tmp_path: Path
 
         return write
 
-    first_reads(None, save(tmp_path / "one"), trained="adapters")
+    first_reads(ALONE, save(tmp_path / "one"), trained="adapters")
     Turns(4, 2).run(lambda ranks: first_reads(ranks, save(tmp_path / "nodes"), trained="adapters"))
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
     assert len(files) > 2
