@@ -66,6 +66,8 @@ class Fault:
     at: int = -1
     number: int = 0
     always: bool = False
+    only: str = ""
+    """A pattern of the calls, written as `name path`, among which `at` is the index; empty: all are."""
 
     def __str__(self) -> str:
         return f"call {self.at} {errno.errorcode.get(self.number)} {'always' if self.always else 'once'}"
@@ -99,7 +101,7 @@ class Server:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(
-            json.dumps(request | {"errno": fault.number, "always": fault.always}) + "\n"
+            json.dumps(request | {"errno": fault.number, "always": fault.always, "only": fault.only}) + "\n"
         )
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())

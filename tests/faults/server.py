@@ -44,7 +44,8 @@ def _be_the_command(request: dict[str, Any], shown: dict[str, Path]) -> None:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(shown[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         os.chdir(request["root"])
-        shim.arm(Path(request["root"]), request["at"], request["errno"], always=request["always"])
+        where, at, number = Path(request["root"]), request["at"], request["errno"]
+        shim.arm(where, at, number, always=request["always"], only=request["only"])
         code = _outcome(request["arguments"])
         calls = shim.disarm()
         sys.stdout.flush()

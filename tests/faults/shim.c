@@ -2,7 +2,8 @@
 
    `fault_arm` begins to count the calls that name a path below the directory, or use a descriptor that was opened
    there; the call with the number `at` (and, if `always`, each later one) fails with an errno in place of being
-   made. A close that fails has closed, as in Linux. `fault_calls` and `fault_name` say what was called.
+   made. With a pattern, it is the number among the calls that match it as `name path`. A close that fails has
+   closed, as in Linux. `fault_calls` and `fault_name` say what was called.
 
    Python, the Rust of safetensors and tokenizers, and torch all come through these symbols. What cannot be seen:
    calls that the C library makes from inside itself (fread behind a fopen), and reads through a mapping. */
@@ -12,6 +13,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -28,17 +30,20 @@ enum { MOST_CALLS = 16384, MOST_FILES = 4096, NAME_BYTES = 200 };
 static char root[PATH_MAX];
 static size_t root_length;
 static atomic_int is_armed;
-static atomic_long num_calls;
+static atomic_long num_calls, num_matching;
+static char pattern[NAME_BYTES]; /* empty: every call counts */
 static long fail_at = -1;
 static int fail_errno, fails_always;
 static char names[MOST_CALLS][NAME_BYTES];
 static char opened[MOST_FILES][NAME_BYTES]; /* path below the root; empty: not ours */
 
-void fault_arm(const char *directory, long at, int number, int always) {
+void fault_arm(const char *directory, long at, int number, int always, const char *only) {
     snprintf(root, sizeof root, "%s", directory);
     root_length = strlen(root);
+    snprintf(pattern, sizeof pattern, "%s", only);
     fail_at = at, fail_errno = number, fails_always = always;
     atomic_store(&num_calls, 0);
+    atomic_store(&num_matching, 0);
     atomic_store(&is_armed, 1);
 }
 
@@ -51,7 +56,13 @@ const char *fault_name(long number) { return number < MOST_CALLS ? names[number]
 
 static int fails(const char *call, const char *where) {
     long number = atomic_fetch_add(&num_calls, 1);
-    if (number < MOST_CALLS) snprintf(names[number], NAME_BYTES, "%s %s", call, where);
+    char name[NAME_BYTES];
+    snprintf(name, sizeof name, "%s %s", call, where);
+    if (number < MOST_CALLS) strcpy(names[number], name);
+    if (pattern[0]) {
+        if (fnmatch(pattern, name, 0)) return 0;
+        number = atomic_fetch_add(&num_matching, 1);
+    }
     if (fail_at < 0 || number < fail_at || (number > fail_at && !fails_always)) return 0;
     errno = fail_errno;
     return 1;

@@ -34,9 +34,12 @@ def library() -> Path:
     return path
 
 
-def arm(directory: Path, at: int, number: int, *, always: bool) -> None:
-    """Count calls below a directory from here on, and fail from the one with the index `at`; -1: none."""
-    _loaded().fault_arm(os.fsencode(directory), at, number, int(always))
+def arm(directory: Path, at: int, number: int, *, always: bool, only: str) -> None:
+    """Count calls below a directory from here on, and fail from the one with the index `at`; -1: none.
+
+    With a pattern `only`, the index is that among the calls, written as `name path`, which match it.
+    """
+    _loaded().fault_arm(os.fsencode(directory), at, number, int(always), os.fsencode(only))
 
 
 def disarm() -> list[str]:
@@ -47,7 +50,7 @@ def disarm() -> list[str]:
 
 def _loaded() -> ctypes.CDLL:
     shim = ctypes.CDLL(None)
-    shim.fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int]
+    shim.fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_char_p]
     shim.fault_disarm.restype = ctypes.c_long
     shim.fault_name.argtypes = [ctypes.c_long]
     shim.fault_name.restype = ctypes.c_char_p
