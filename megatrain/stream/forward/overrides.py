@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,29 @@ USE_OURS = (
 _USE_OURS = f"{USE_OURS}; in a loop of yours, train with engine.adamw(...)"
 
 
+_watching: tuple[weakref.ref[ForeignOptimizers], ...] = ()
+"""Those whose models are attached. It is replaced and never changed, since any thread may be reading it."""
+
+_changing = threading.RLock()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Have each step of an optimizer looked at, from now to the end of the process.
+
+    The hook stays: torch iterates over its hooks, and removing one when an engine is collected, which may be
+    in the middle of a step, would end that step.
+    """
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        for reference in _watching:
+            foreign = reference()
+            if foreign is not None:
+                foreign.refuse(optimizer)
+
+    register_optimizer_step_pre_hook(hook)
+
+
 class ForeignOptimizers:
     """Refuses the steps of optimizers that hold weights of a model and are not the engine's.
 
@@ -38,16 +63,25 @@ class ForeignOptimizers:
         self._storages = {_storage(parameter) for parameter in parameters.values()} - {0}
         self._parameters = list(parameters.values())  # as long as they live, their ids are theirs
         self._own = own
-        method = weakref.WeakMethod(self._refuse)
+        _watch_optimizers()
+        self._set_watching(True)
 
-        def hook(optimizer: Optimizer, *_: Any) -> None:
-            refuse = method()
-            if refuse is not None:
-                refuse(optimizer)
+    def remove(self) -> None:
+        """Refuse nothing from now on."""
+        self._set_watching(False)
 
-        self.remove = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+    def _set_watching(self, is_watching: bool) -> None:
+        global _watching
+        with _changing:
+            others = tuple(reference for reference in _watching if reference() not in (None, self))
+            _watching = (*others, weakref.ref(self)) if is_watching else others
 
-    def _refuse(self, optimizer: Optimizer) -> None:
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Refuse a step of an optimizer that holds weights of the model.
+
+        Raises:
+            ModelError: It does, and is not the engine's.
+        """
         if isinstance(optimizer, self._own):
             return
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

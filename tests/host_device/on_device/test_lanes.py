@@ -117,8 +117,9 @@ def test_a_slow_update_holds_up_its_fetch_and_then_compute(
 
 def test_a_shared_tensor_is_kept_until_the_lane_is_done_with_it(lanes: AcceleratorLanes) -> None:
     gate = threading.Event()
+    size = 8 << 20  # more than any block that other tests have freed, so that only these tensors can have it
     for is_shared in (False, True):
-        tensor = torch.ones(5000, device=DEVICE)
+        tensor = torch.ones(size, device=DEVICE)
         address = tensor.data_ptr()
         gate.clear()
         launched = threading.Event()
@@ -134,11 +135,11 @@ def test_a_shared_tensor_is_kept_until_the_lane_is_done_with_it(lanes: Accelerat
         if is_shared:
             lanes.share(tensor, Lane.SAVE)
         del tensor
-        is_kept = torch.ones(5000, device=DEVICE).data_ptr() != address
+        is_kept = torch.ones(size, device=DEVICE).data_ptr() != address
         gate.set()
         assert is_kept is is_shared
         lanes.drain()
-        assert torch.ones(5000, device=DEVICE).data_ptr() == address
+        assert torch.ones(size, device=DEVICE).data_ptr() == address
     lanes.share(torch.zeros(1), Lane.SAVE)
 
 

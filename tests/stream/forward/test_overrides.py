@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from megatrain.errors import ConfigError, ModelError
+from megatrain.stream.forward import overrides
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
@@ -89,18 +90,45 @@ def test_an_optimizer_of_other_weights_steps_beside_the_engine() -> None:
     assert not torch.equal(extra.weight, before)
 
 
-def test_nothing_is_left_after_detach_or_when_the_engine_is_gone() -> None:
+def test_one_hook_is_left_and_nobody_watches_after_detach_or_when_the_engine_is_gone() -> None:
+    attach_plainly(make_model(FAMILIES["llama"]())).detach()
     gc.collect()
-    before = len(_global_optimizer_pre_hooks)
+    hooks, watching = len(_global_optimizer_pre_hooks), live()
     engine = attach_plainly(make_model(FAMILIES["llama"]()))
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    assert live() == watching + 1
     engine.detach()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert live() == watching
     engine = attach_plainly(make_model(FAMILIES["llama"]()))
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    assert live() == watching + 1
     del engine
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert live() == watching
+    assert len(_global_optimizer_pre_hooks) == hooks
+
+
+def live() -> int:
+    return sum(reference() is not None for reference in overrides._watching)
+
+
+def test_an_engine_that_is_collected_within_a_step_of_another_optimizer_does_not_end_it() -> None:
+    engines = [attach_plainly(make_model(FAMILIES["llama"]()))]
+
+    def collect(*_: object) -> None:
+        engines.clear()
+        gc.collect()
+
+    watching = live()
+    extra = torch.nn.Linear(4, 4)
+    theirs = torch.optim.SGD(extra.parameters(), lr=1.0)
+    extra(torch.ones(4)).sum().backward()
+    before = extra.weight.detach().clone()
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        theirs.step()
+    finally:
+        handle.remove()
+    assert live() == watching - 1
+    assert not torch.equal(extra.weight, before)
 
 
 def test_trainer_without_our_optimizer_is_refused_in_its_first_step(tmp_path: Path) -> None:
