@@ -28,11 +28,17 @@ def measure() -> Callable[[], HardwareSpec] | None:
     return partial(this_machine, measured_file(), None)
 
 
-def caller(progress: Progress) -> Caller:
-    """Return a caller with the folders of this user and the measurement of this machine."""
+def caller(progress: Progress, *, measures: bool = True) -> Caller:
+    """Return a caller with the folders of this user.
+
+    Args:
+        progress: The function that is told of slow operations.
+        measures: Whether the caller measures this machine, for which torch is loaded.
+    """
     from megatrain.train.caller import Caller
 
-    return Caller(counts=counts_folder(), prepared=prepared_folder(), measure=measure(), progress=progress)
+    own = measure() if measures else None
+    return Caller(counts=counts_folder(), prepared=prepared_folder(), measure=own, progress=progress)
 
 
 def planned_machine(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from megatrain.cli.folders import counts_folder, prepared_folder
 from megatrain.cli.help import SettingsCommand
 from megatrain.cli.log import showing
-from megatrain.cli.machine import planned_machine
+from megatrain.cli.machine import caller, planned_machine
 from megatrain.cli.settings import given_settings
 from megatrain.errors import CapacityError
 from megatrain.recipes import place, shapes
@@ -88,14 +87,13 @@ def plan(
     }
     clips = [] if clip is None else [f"optim.max_grad_norm={1.0 if clip else 'null'}"]
     from megatrain.config.sizes import parse_tokens
-    from megatrain.train.caller import Caller
 
     raw, source = given_settings([*(arguments or []), *clips], flags)
     shape = None if hf_config is None else Path(place(hf_config, shapes()))
     asked: dict[str, Any] = {"source": source, "hf_config": shape}
     num_tokens = None if tokens is None else parse_tokens(tokens)
     with showing("plan") as progress:
-        asking = Caller(counts=counts_folder(), prepared=prepared_folder(), progress=progress)
+        asking = caller(progress, measures=False)
         if scale:
             from megatrain.train.planning.scale import plan_scale, scale_report
 

@@ -113,7 +113,7 @@ class BlocksOnDrives:
 
         Args:
             layouts: The layouts of all blocks.
-            tiers: What RAM may hold, and the drives; None: there are no drives, and everything is in RAM.
+            tiers: The limit of RAM, and the drives; None: there are no drives, and everything is in RAM.
             optimizer: The optimizer whose state it is.
             sum_room: The room for partial sums, as `place` takes it.
             ranks: The ranks that keep the state.

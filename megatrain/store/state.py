@@ -77,8 +77,8 @@ class HostState:
 
         Args:
             layouts: The layouts of the blocks.
-            precision: How weights are kept.
-            tiers: What RAM may hold, and the drives; None: everything is in RAM.
+            precision: The way in which weights are kept.
+            tiers: The limit of RAM, and the drives; None: everything is in RAM.
             optimizer: The optimizer whose state it will be.
             sum_room: The room for partial sums that the placement counts on, as `place` takes it.
             ranks: The ranks that keep one state, in RAM and on the drives.
@@ -252,7 +252,7 @@ class HostState:
 
         Args:
             block: The block's number.
-            writes: What the caller changes is kept; without, it must change nothing.
+            writes: Whether changes of the caller are kept; without, it must change nothing.
         """
         if writes or not self.is_parted:
             lent, buffer = self._lend(block)

@@ -58,7 +58,7 @@ def train_step(run: Run) -> StepMetrics:
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
     run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
     seconds = time.monotonic() - started
-    if run.config.memory.drives:
+    if run.ranks.size > 1 and run.config.memory.drives:
         count_written(run.care, run.ranks)
     vitals = run.care.sample()
     return StepMetrics(

@@ -38,10 +38,7 @@ from megatrain.store.block_state import view_entry
 from megatrain.store.placement import Tiers
 from megatrain.store.state import HostState, Precision
 from megatrain.stream.arrange import refuse_on_drives
-from megatrain.stream.attach.bind import (
-    plan_layouts,
-    require_same_weights,
-)
+from megatrain.stream.attach.bind import plan_layouts, require_same_weights
 from megatrain.stream.forward.arrangement import places_of
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config.choice import AUTO, Choice, StepBatch
+from megatrain.config.choice import AUTO, Choice
 from megatrain.config.defaults import default_batch
 from megatrain.config.plan import Plan
 from megatrain.data.context import context_length
@@ -56,10 +56,6 @@ class Conditions:
         """The number of drives on which state is; 0: all of it is in RAM."""
         return 0 if self.job.tiers is None else len(self.job.tiers.nvme)
 
-    def with_batch(self, batch: StepBatch) -> Conditions:
-        """Return the conditions with a batch."""
-        return replace(self, job=replace(self.job, batch=batch))
-
 
 def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[Choice, int]:
     """Return a choice in which nothing is open, and how many tokens may pass together without gradients.
@@ -82,7 +78,8 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
     choice = _as_held(model, choice, given)
     spec = machine_of(given.lanes, given.job.precision.value, num_drives=given.num_drives)
     usual = default_batch(context_length(model.config), on_cpu=spec.is_cpu)
-    is_given, given = given.job.batch is not None, given.with_batch(given.job.batch or usual)
+    is_given, job = given.job.batch is not None, replace(given.job, batch=given.job.batch or usual)
+    given = replace(given, job=job)
     count = partial(_count, model, choice, given, "accelerator" if spec.has_accelerator else "cpu")
     try:
         anatomy = count()
@@ -96,9 +93,8 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
     own = sum(parameter.nbytes for parameter in model.parameters())  # becomes part of the state, or is freed
     host: HostState | None = model.__dict__.get("_megatrain_host")
     if host is not None and host.has_drives:
-        given = replace(
-            given, job=replace(given.job, host_limit=None)
-        )  # `tiers.ram`, which the state has filled
+        # the limit is `tiers.ram`, which the state has filled
+        given = replace(given, job=replace(job, host_limit=None))
     request = _request(choice, given, anatomy, spec.with_ram(spec.host_bytes + own))
     plan = make_plan(request)
     if not plan.fits:

@@ -56,9 +56,8 @@ def evaluate_run(
     model_config = read_config(source)
     caller.progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
-    packed = Packer(config, tokenizer, model_config, caller.prepared, meta["data"].get("day")).evaluation(
-        None
-    )
+    packer = Packer(config, tokenizer, model_config, caller.prepared, meta["data"].get("day"))
+    packed = packer.evaluation(None)
     reference_for(config, [rows for rows, _ in packed.values()], None)
     (_, packing), *_ = packed.values()
     counted = ready_to_plan(config, source, model_config, packing, caller)
