@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,8 @@ def write_data(directory: Path) -> None:
 def begin(model: PreTrainedModel, asked: dict[str, Any], directory: Path) -> tuple[Any, Any]:
     """Return the engine and the optimizer."""
     engine = attach(model, asked, directory)
-    return engine, engine.adamw(**supported(engine.adamw, asked["adamw"]))
+    functions = [engine.adamw, *filter(None, [getattr(engine, "make_optimizer", None)])]
+    return engine, engine.adamw(**supported(functions, asked["adamw"]))
 
 
 def train_step(engine: Any, optimizer: Any, asked: dict[str, Any], step: int) -> tuple[Tensor, float]:
@@ -260,9 +261,12 @@ def field_names(of: type) -> set[str]:
     return {field.name for field in fields(of)}
 
 
-def supported(function: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a function takes: a schedule that it lacks is in the choice."""
-    accepted = inspect.signature(function).parameters
+def supported(functions: Sequence[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that a function takes, or another to which it passes them on.
+
+    A schedule that none of them takes is in the choice.
+    """
+    accepted = {name for function in functions for name in inspect.signature(function).parameters}
     return {name: value for name, value in keywords.items() if name in accepted}
 
 
