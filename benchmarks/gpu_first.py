@@ -29,20 +29,25 @@ if __name__ == "__main__":  # python benchmarks/gpu_first.py: the checkout takes
 
 from benchmarks.gpu.steps import ROOT, Runner, Step, read_step, write_json
 
-_FIRST = "benchmarks.gpu.first"
+_FIRST, _SHAPE = "benchmarks.gpu.first", "benchmarks.gpu.shape"
 STEPS: dict[str, Step] = {
     "imports": Step("correctness", 60, 15, f"{_FIRST}:imports"),
     "smoke": Step("correctness", 50, 20, f"{_FIRST}:smoke"),
-    "locking": Step("speed", 45, 20, f"{_FIRST}:locking"),
     "rates": Step("speed", 50, 25, f"{_FIRST}:rates"),
-    "adamw": Step("correctness", 60, 30, f"{_FIRST}:adamw"),
-    "parity": Step("correctness", 110, 60, f"{_FIRST}:parity_rows"),
-    "races": Step("correctness", 60, 30, f"{_FIRST}:two_races"),
-    "attention": Step("correctness", 60, 25, f"{_FIRST}:default_attention"),
+    "streamed": Step("speed", 150, 90, f"{_SHAPE}:cell_streamed"),
+    "syncs": Step("correctness", 45, 20, f"{_FIRST}:synchronisations"),
+    "side_by_side": Step("speed", 90, 45, f"{_SHAPE}:cell_side_by_side"),
+    "parity": Step("correctness", 110, 50, f"{_FIRST}:parity_rows", process="right"),
+    "races": Step("correctness", 60, 20, f"{_FIRST}:two_races", process="right"),
+    "attention": Step("correctness", 60, 20, f"{_FIRST}:default_attention", process="right"),
+    "adamw": Step("correctness", 60, 20, f"{_FIRST}:adamw", process="right"),
+    "long_attention": Step("speed", 40, 20, f"{_FIRST}:long_attention"),
+    "locking": Step("speed", 45, 20, f"{_FIRST}:locking"),
     "ranks": Step("correctness", 150, 70, "benchmarks.gpu.ranks:ranks"),
-    "shape": Step("speed", 260, 180, f"{_FIRST}:cell_shape"),
+    "shape": Step("speed", 260, 180, f"{_SHAPE}:cell_shape"),
 }
-"""In the order in which a failure explains those after it."""
+"""In this order the first five minutes tell most: whether it runs, and how fast blocks stream; then whether
+results are right, and the rest. A run that has less time than all of them take is given `--steps`."""
 BUDGET_S = 560.0
 """Under ten minutes, with the start of ten processes and the table."""
 

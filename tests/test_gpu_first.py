@@ -76,7 +76,17 @@ def test_the_whole_runs_on_the_test_device(tmp_path: Path) -> None:
     assert list(steps) == list(STEPS)
     assert {result["status"] for result in steps.values()} == {"ok"}
     assert steps["parity"]["num_bitwise"] == steps["parity"]["num_cases"] == 8
-    assert [row["is_locked"] for row in steps["locking"]["locks"]] == [True] * 3
+    locks = steps["locking"]["locks"]
+    assert [(row["is_locked"], row["is_touched"]) for row in locks] == [(True, True)] * 3 + [(True, False)]
+    assert steps["syncs"]["num_launching"] == 0
+    assert [row["tokens"] for row in steps["streamed"]["overlap"]] == [64, 64]
+    for row in steps["streamed"]["overlap"]:
+        assert min(row["planned_s"], row["copies_s"], row["compute_s"]) > 0
+        assert row["planned_s"] >= max(row["copies_s"], row["compute_s"])
+        assert row["busy"]["fetch"] > 0
+    assert [run["label"] for run in steps["side_by_side"]["runs"]] == ["plain torch", "streamed", "kept"]
+    assert min(steps["side_by_side"]["over_plain"].values()) > 0
+    assert {row["seq_len"] for row in steps["long_attention"]["attention"]} == {256}
     assert [run["gathers"] for run in steps["ranks"]["runs"] if run["is_bitwise"]] == [False, True]
     runs = steps["shape"]["runs"]
     assert [run["label"] for run in runs] == ["compile off", "compile on"]

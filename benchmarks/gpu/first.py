@@ -1,8 +1,9 @@
 """The steps of the first ten minutes on a device: what `benchmarks/gpu_first.py` runs, in its order.
 
 The smallest thing that can go wrong comes first, so that the first failure names its own cause: packages, one
-tensor, one copy, one tiny training; then how fast the machine is, whether results are right, and one shape of
-real size with its plan held against what it took. All of it is put together from the parts of the suite.
+tensor, one copy, one tiny training; then how fast the machine is, and whether results are right. The steps
+that train a model of real size are in `benchmarks.gpu.shape`. All of it is put together from the parts of the
+suite.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +18,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu.attention import attention
-from benchmarks.gpu.cells import STREAMED, at_the_end, raise_noted
 from benchmarks.gpu.correctness import AXES, FAMILIES_COMPARED, device_adamw, pairwise, parity
-from benchmarks.gpu.engine import Session, ours
-from benchmarks.gpu.measure import Work, config_of
-from benchmarks.gpu.races import RACES, race
-from benchmarks.gpu.run import Record, best_s, compile_cheaply, device_of, synchronize
+from benchmarks.gpu.races import RACES, race, syncs
+from benchmarks.gpu.rates import attention_rates
+from benchmarks.gpu.run import Record, best_s, device_of, synchronize
 from benchmarks.report import hardware
 
 REQUIRED = ("torch", "transformers", "numba", "llvmlite", "numpy", "safetensors", "tokenizers", "greenlet",
@@ -43,10 +41,8 @@ OPTIONAL = {
 """What for."""
 GIB = 1 << 30
 LOCKED_GIB = (1, 16, 32)
-DEPTHS = (32, 24, 16, 8)
-"""Layers of the 8B shape, until one fits into the host's memory."""
-LONGEST_SHOWN = 12
-"""Kernels of a traced step."""
+LONG_TOKENS = 1 << 17
+"""Tokens of one long row."""
 
 
 # -- packages ----------------------------------------------------------------------------------------------
@@ -139,36 +135,43 @@ def smoke(record: Record, is_dry: bool) -> None:
 
 
 def locking(record: Record, is_dry: bool) -> None:
-    """Time page-locking, which may take longer than the copies that it speeds up."""
+    """Time page-locking, which may take longer than the copies that it speeds up.
+
+    The smallest arena is locked once more before anything has touched it, as an engine's gradients are: the
+    driver clears its pages then.
+    """
     from megatrain.hardware import host_memory
     from megatrain.hardware.accelerators import vendor_of
     from megatrain.store.arena import Arena
 
     vendor = vendor_of(device_of(is_dry))
-    for number, gib in enumerate(LOCKED_GIB):
+    cases = [(number, gib, True) for number, gib in enumerate(LOCKED_GIB)]
+    for number, gib, is_touched in (*cases, (0, LOCKED_GIB[0], False)):
         nbytes = 1 << (20 + number) if is_dry else gib * GIB
+        row: dict[str, Any] = {"nbytes": nbytes, "is_touched": is_touched}
         free = host_memory().available_bytes
         if nbytes > free // 2:
-            record.append("locks", {"nbytes": nbytes, "skipped": f"{free} bytes of host memory are free"})
+            record.append("locks", {**row, "skipped": f"{free} bytes of host memory are free"})
             continue
         arena = Arena(nbytes)
-        seconds = {}
         calls: dict[str, Callable[[], object]] = {
             "touch": arena.touch,
             "lock": partial(arena.lock, vendor),
             "unlock": arena.unlock,
         }
         for name, call in calls.items():
+            if name == "touch" and not is_touched:
+                continue
             began = time.perf_counter()
-            is_done = call()
-            seconds[f"{name}_s"] = time.perf_counter() - began
-            if name == "lock":
-                is_locked = is_done
-        record.append("locks", {"nbytes": nbytes, "is_locked": is_locked, **seconds})
+            found = call()
+            row[f"{name}_s"] = time.perf_counter() - began
+            row |= {"is_locked": found} if name == "lock" else {}
+        record.append("locks", row)
         del arena
         gc.collect()
     words = [
-        f"{row['nbytes'] / GIB:.3g} GiB {'in' if row['is_locked'] else 'REFUSED after'} {row['lock_s']:.2g} s"
+        f"{row['nbytes'] / GIB:.3g} GiB{'' if row['is_touched'] else ' untouched'} "
+        f"{'in' if row['is_locked'] else 'REFUSED after'} {row['lock_s']:.2g} s"
         for row in record.values["locks"]
         if "lock_s" in row
     ]
@@ -284,116 +287,23 @@ def default_attention(record: Record, is_dry: bool) -> None:
     record.add(gist="; ".join(words))
 
 
-# -- one shape of real size --------------------------------------------------------------------------------
+def synchronisations(record: Record, is_dry: bool) -> None:
+    """List the calls of a step that make the launching thread wait for the device, but for the norm's."""
+    syncs(record, is_dry)
+    places = [f"{call['what']} in {call['stack'][-1]}" for call in record.values.get("calls", [])][:3]
+    waits = record.values["num_launching"]
+    record.add(gist=f"{waits} places wait{': ' + '; '.join(places) if waits else ' in a step'}")
+    assert not waits, record.values["gist"]
 
 
-def cell_shape(record: Record, session: Session) -> None:
-    """8B, sequences of 1k, 32k tokens a step, four steps: layers not compiled and compiled, as planned."""
-    work = Work(seq_len=1024, rows=32)
-    if session.is_dry:
-        compile_cheaply()
-    until, words = session.until, []
-    for compiles, left in (("off", 2), ("on", 1)):
-        session.until = time.monotonic() + (until - time.monotonic()) / left
-        with at_the_end(record, f"compile {compiles}"):
-            depth, plan = planned(session, work.sized(session.is_dry), compiles == "on")
-            attempts = [{"choice": plan.choice, "compile": compiles}, {**STREAMED, "compile": compiles}]
-            row = ours(
-                record, session, "8b", work, attempts, num_layers=depth,
-                label=f"compile {compiles}",
-                measuring=session.measuring(steps=4, warm_up=1),
-                look=partial(look, session, work, f"trace-compile-{compiles}"),
-            )  # fmt: skip
-            facts = {
-                "compile": compiles,
-                **against_fact(plan, row),
-                "is_the_planned": "choice" in row["asked"],
-            }
-            record.append("plan_against_fact", facts)
-            assert compiles == "off" or row["num_graphs"], "no layer was compiled; the log says why"
-            seconds, peak = (facts[name]["off_by"] for name in ("step_s", "device_bytes"))
-            rate = f"{row['tokens_per_s']:,.0f} tokens/s, {row['of_matmul_peak']:.0%} of products alone"
-            words.append(f"compile {compiles}: {rate}; plan: time {seconds:+.0%}, device memory {peak:+.0%}")
-            record.add(gist="; ".join(words))
-    raise_noted(record)
-
-
-def planned(session: Session, work: Work, compiles: bool) -> tuple[int, Any]:
-    """Return how many layers fit into this machine, and their plan.
-
-    Raises:
-        CapacityError: Not even the fewest fit.
-    """
-    from megatrain.config.choice import StepBatch
-    from megatrain.errors import CapacityError
-    from megatrain.model.profile.count import count_anatomy
-    from megatrain.plan.search.planner import make_plan
-    from megatrain.plan.search.request import Request
-
-    spec = machine(session)
-    batch = StepBatch(micro_batch_size=work.rows, seq_len=work.seq_len, num_micro_batches=1)
-    for depth in DEPTHS:
-        config = config_of("8b", session.is_dry, depth)
-        anatomy = count_anatomy(config, micro_batch_size=work.rows, seq_len=work.seq_len, precision="bf16")
-        plan = make_plan(Request(spec=spec, anatomy=anatomy, batch=batch, compiles=compiles))
-        if plan.fits:
-            return depth, plan
-    raise CapacityError(plan.problem)
-
-
-def machine(session: Session) -> Any:
-    """Return the machine that the step `rates` has measured in this directory, or measure it."""
-    from megatrain.hardware import load_machine
-
-    path = session.out / "rates.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    if "machine" not in found:
-        record = Record(session.out / "rates-again.json")
-        rates(record, session.is_dry)
-        found = record.values
-    kept = session.out / "machine.json"
-    kept.write_text(json.dumps(found["machine"]))
-    return load_machine(kept)
-
-
-def look(session: Session, work: Work, name: str, engine: Any) -> dict[str, Any]:
-    """Train one step more under torch's profiler, whose trace is kept, and say what it took longest for."""
-    from torch.profiler import ProfilerActivity, profile, supported_activities
-
-    batches = work.sized(session.is_dry).micro_batches(engine.model.config.vocab_size)
-    activities = supported_activities() & {getattr(ProfilerActivity, kind) for kind in ("CPU", "CUDA", "XPU")}
-    with profile(activities=activities) as found:
-        engine.forward_backward(batches)
-        engine.optimizer.step()
-        synchronize(session.device)
-    trace = session.out / f"{name}.json.gz"
-    found.export_chrome_trace(str(trace))
-    events = found.key_averages()
-    kind = "device" if any(event.self_device_time_total for event in events) else "cpu"
-    own = [(event.key, getattr(event, f"self_{kind}_time_total"), event.count) for event in events]
-    longest = sorted(own, key=lambda row: -row[1])[:LONGEST_SHOWN]
-    return {
-        "trace": trace.name,
-        "num_graphs": 0 if engine.compiler is None else engine.compiler.num_graphs,
-        "longest": [{"kernel": key[:80], "ms": us / 1e3, "count": count} for key, us, count in longest],
-        "device_pool_bytes": engine.lanes.device_bytes,
-        "host_plane_bytes": sum(engine.host.plane_bytes.values()),
-    }
-
-
-def against_fact(plan: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Hold what was planned against what was measured."""
-    pairs = {
-        "step_s": (plan.step_s, row["step_s"]["median"]),
-        "device_pool_bytes": (plan.device_pool_bytes, row["device_pool_bytes"]),
-        "device_bytes": (plan.tier_bytes("device"), row["device_bytes_peak"]),
-        "host_plane_bytes": (plan.host_plane_bytes, row["host_plane_bytes"]),
-    }
-    return {
-        "bound": plan.bound,
-        "choice": plan.choice.describe(),
-        **{
-            name: {"planned": one, "measured": other, "off_by": one / other - 1 if other else None}
-            for name, (one, other) in pairs.items()
-        },
-    }
+def long_attention(record: Record, is_dry: bool) -> None:
+    """Time the attention of one row of 128k tokens, by kernel."""
+    tokens = 256 if is_dry else LONG_TOKENS
+    for row in attention_rates(is_dry, tokens=tokens, lengths=(tokens,)):
+        record.append("attention", row)
+    words = [
+        f"{row['backend']} {row['flops_per_s'] / 1e12:.3g} TFLOP/s" if "flops_per_s" in row
+        else f"{row['backend']}: {row['error'][:60]}"
+        for row in record.values["attention"]
+    ]  # fmt: skip
+    record.add(gist=f"{tokens:,} tokens: {', '.join(words)}")

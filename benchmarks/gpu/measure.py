@@ -189,6 +189,7 @@ def measure(
     """
     device = measuring.device
     reset_peak_of_process()
+    retries = allocator_retries(device)
     losses: list[float] = []
     norms: list[float] = []
     warm_s = [timed(warm_up or step, device, losses, norms) for _ in range(measuring.warm_up)]
@@ -196,10 +197,12 @@ def measure(
         losses, norms = [], []  # of other work
     after_warm_up()
     seconds: list[float] = []
+    launching_s = time.thread_time()
     while len(seconds) < measuring.steps:
         if seconds and time.monotonic() + 1.1 * seconds[-1] > measuring.until:
             break
         seconds.append(timed(step, device, losses, norms))
+    launching_s = (time.thread_time() - launching_s) / len(seconds)
     assert all(norm > 0 for norm in norms), f"gradient norms are {norms}"
     assert all(abs(loss) < float("inf") for loss in losses), f"losses are {losses}"
     found = spread(seconds)
@@ -214,9 +217,11 @@ def measure(
         "step_s": found,
         "num_steps": len(seconds),
         "warm_up_s": warm_s,
+        "launcher_cpu_s": launching_s,
         "model_flops_per_s": flops,
         "of_matmul_peak": flops / measuring.peak_flops,
         **device_bytes(device),
+        "allocator_retries": allocator_retries(device) - retries,
         "host_rss_bytes": memory_of_process(),
         "host_rss_bytes_peak": memory_of_process("VmHWM"),
         "losses": losses,
@@ -247,6 +252,13 @@ def device_bytes(device: Any) -> dict[str, int]:
         "device_bytes_peak": torch.cuda.max_memory_allocated(device),
         "device_bytes_reserved_peak": torch.cuda.max_memory_reserved(device),
     }
+
+
+def allocator_retries(device: Any) -> int:
+    """Return how often torch had to give back what it kept before it found memory; each time it waits."""
+    import torch
+
+    return 0 if device.type != "cuda" else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def attempts_until_one_fits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.gpu.run import Record, best_s, device_of, matmul_flops, synchronize
@@ -95,14 +95,29 @@ def both_ways(device: Any, up: tuple[Any, Any], down: tuple[Any, Any]) -> Callab
     return both
 
 
-def attention_rates(is_dry: bool, num_heads: int = 32, head_dim: int = 128) -> list[dict[str, Any]]:
-    """Measure causal attention forward and backward, in FLOP/s at half, by backend and sequence length."""
+def attention_rates(
+    is_dry: bool,
+    num_heads: int = 32,
+    head_dim: int = 128,
+    tokens: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure causal attention forward and backward, in FLOP/s at half, by backend and sequence length.
+
+    Args:
+        is_dry: Whether shapes are tiny.
+        num_heads: The number of heads.
+        head_dim: The numbers of a head.
+        tokens: The tokens of all rows; None: as many as the suite takes.
+        lengths: The lengths of rows; None: those of the suite.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     device = device_of(is_dry)
-    tokens, lengths = (256, (64, 128)) if is_dry else (32768, (1024, 8192))
+    usual, usual_lengths = (256, (64, 128)) if is_dry else (32768, (1024, 8192))
+    tokens, lengths = tokens or usual, lengths or usual_lengths
     backends = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cudnn": SDPBackend.CUDNN_ATTENTION,
