@@ -20,7 +20,7 @@ from benchmarks.gpu_first import STEPS, table
 from tests.host_device import build
 
 ROOT = Path(__file__).parents[1]
-SHORT = ("imports", "smoke", "adamw", "races")
+SHORT = ("imports", "smoke", "races", "adamw")
 """What `make test` runs: in one process, which those that take times are not."""
 BLOCKED = ("datasets", "pyarrow", "pydantic", "typer", "rich", "liger_kernel", "peft", "pynvml")
 
