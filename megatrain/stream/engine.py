@@ -142,6 +142,13 @@ class Engine:
     def _take_part(self) -> None:
         if self.optimizer is not None:
             self.optimizer.take_part(self.executor)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Allocate what gradients of the planned step need: then the first step waits for no page-locking."""
+        batch = self.arrangement.binding.job.batch
+        if batch is not None:
+            self.arrangement.rounds.make_room(self.choice.rounds(batch.num_micro_batches))
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -329,6 +336,7 @@ class Engine:
             grouping=Grouping(no_decay, groups),
             seed=seed,
         )
+        self._make_room()
         return self.optimizer
 
     def require_attached(self) -> None:

@@ -104,6 +104,7 @@ class Steps:
             numbers = range(len(losses))
             of_rounds = [numbers[first : first + together] for first in numbers[::together]]
             rounds.foresee_step([len(numbers) for numbers in of_rounds], len(before))
+            arrangement.offloaded.begin_step()
             in_turn = arrangement.executor.spec.heads_in_turn
             for numbers in of_rounds:
                 rounds.num_together = len(numbers)

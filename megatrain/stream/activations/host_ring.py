@@ -25,10 +25,11 @@ class HostBuffer:
     """(nbytes,) uint8."""
 
     @classmethod
-    def make(cls, lanes: Lanes, index: int, nbytes: int) -> HostBuffer:
-        """Allocate a buffer, ready for copies."""
+    def make(cls, lanes: Lanes, index: int, nbytes: int, *, locks: bool = True) -> HostBuffer:
+        """Allocate a buffer, page-locked or (not `locks`) not yet."""
         arena = Arena(nbytes)
-        lanes.lock(arena)
+        if locks:
+            lanes.lock(arena)
         return cls(index, arena, arena.view(torch.uint8, 0, nbytes))
 
     def unmake(self, lanes: Lanes) -> None:
@@ -42,7 +43,12 @@ class HostRing:
     """Host buffers of exact sizes that are used again and again.
 
     A request takes the smallest free buffer that holds it. The requests of a step in which nothing is given
-    back before all are made find, in the next step, exactly the buffers that they made in the first.
+    back before all are made find, in the next step, exactly the buffers that they made in the first. Where
+    free buffers are too small, since rows have become longer, a new one is a quarter longer than asked for;
+    under a limit it is not, since that room may be another buffer's.
+
+    Page-locking takes seconds, and the device idles meanwhile. So the buffers of the first step are locked as
+    they are made, and later ones when the next step begins: until then their copies pass a `LockedRing`.
     """
 
     def __init__(self, lanes: Lanes, limit_bytes: int | None) -> None:
@@ -51,7 +57,16 @@ class HostRing:
         self._limit = limit_bytes
         self._free: list[HostBuffer] = []
         self._num_made = 0
+        self._is_later_step = False
+        self._unlocked: list[HostBuffer] = []
         self.nbytes = 0
+
+    def begin_step(self) -> None:
+        """Page-lock what was made since the last step began; what this step makes waits for the next."""
+        for buffer in self._unlocked:
+            self._lanes.lock(buffer.arena)
+        self._unlocked.clear()
+        self._is_later_step = self._num_made > 0
 
     def take(self, sizes: Sequence[int]) -> tuple[HostBuffer | None, list[int | None]]:
         """Find one buffer for parts of these sizes.
@@ -84,21 +99,25 @@ class HostRing:
         return found
 
     def _make(self, nbytes: int) -> HostBuffer | None:
-        """Make a new buffer, in place of free ones if need be: sequences have become longer."""
+        """Make a new buffer, in place of free ones if need be: rows have become longer."""
         if self._limit is not None:
             in_use = self.nbytes - sum(buffer.flat.numel() for buffer in self._free)
             if in_use + nbytes > self._limit:
                 return None
             while self.nbytes + nbytes > self._limit:
                 self._unmake(min(self._free, key=lambda buffer: buffer.flat.numel()))
-        made = HostBuffer.make(self._lanes, self._num_made, nbytes)
-        self.nbytes += nbytes
+        elif self._free:
+            nbytes += nbytes // 4
+        made = HostBuffer.make(self._lanes, self._num_made, nbytes, locks=not self._is_later_step)
+        self._unlocked += [made] if self._is_later_step else []
+        self.nbytes += made.flat.numel()
         self._num_made += 1
         return made
 
     def _unmake(self, buffer: HostBuffer) -> None:
         self._free.remove(buffer)
         self.nbytes -= buffer.flat.numel()
+        self._unlocked = [other for other in self._unlocked if other is not buffer]
         buffer.unmake(self._lanes)
 
     def _make_do(self, sizes: Sequence[int]) -> HostBuffer | None:

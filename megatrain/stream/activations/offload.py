@@ -113,6 +113,10 @@ class OffloadedActivations:
         if scratch is not None:
             self._staging = Staging(self._lanes, scratch, self._limit, moved=self._moved)
 
+    def begin_step(self) -> None:
+        """Take note that a step begins: between steps there is time to page-lock what the last one made."""
+        self._ring.begin_step()
+
     def name_visit(self, block: int, micro_batch: int) -> int:
         """Return a key for a new visit; the program's copies of this pair mean the newest one."""
         self._keys[block, micro_batch] = next(self._new_key)

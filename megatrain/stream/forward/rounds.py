@@ -131,10 +131,8 @@ class Rounds:
             ConfigError: The micro-batches cannot be cut into the step's runs, or another rank would take
                 another step.
         """
-        gradients, is_wide = self._gradients, self._executor.host.precision is Precision.BF16
-        shared, runs = gradients.shared, Runs.of(self._num_runs, sum(sizes))
-        num_ranks = shared.ranks.size
-        sums = StepSums(runs, tuple(sizes), num_ranks, shared.sequence, gradients.buffers.sums_on_drives)
+        gradients = self._gradients
+        sums = self._sums_of(sizes)
         if not gradients.buffers.room.holds(sums.on_device):
             raise ConfigError(
                 f"a step of {sum(sizes)} micro-batches on each rank, in rounds of {sizes[0]}, has more "
@@ -142,9 +140,7 @@ class Rounds:
                 "(StepBatch), or use another memory.lockstep"
             )
         gradients.run_sums.runs, gradients.run_sums.are_shared = sums.runs_at_once, sums.are_shared
-        adds_up = sum(sizes) > 1 or num_ranks > 1
-        kept = sums.between(is_wide=is_wide)
-        self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, kept=kept)
+        self._make_room(sizes, sums)
         heads_in_turn = self._executor.spec.heads_in_turn
         self._kind = Round(num_passes_before=num_before, heads_in_turn=heads_in_turn)
         visits = self._steps.get((tuple(sizes), num_before))
@@ -288,6 +284,25 @@ class Rounds:
         self._passes_since_backward = 0
         self._executor.abandon(error)
         self._gradients.clear()
+
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """Allocate and page-lock ahead what the gradients of such a step need, so that no step waits for it.
+
+        Args:
+            sizes: The number of micro-batches of each round.
+        """
+        self._make_room(sizes, self._sums_of(sizes))
+
+    def _make_room(self, sizes: Sequence[int], sums: StepSums) -> None:
+        adds_up = sum(sizes) > 1 or self._gradients.shared.ranks.size > 1
+        kept = sums.between(is_wide=self._executor.host.precision is Precision.BF16)
+        self._prepare_gradients(num_rounds=len(sizes), adds_up=adds_up, kept=kept)
+
+    def _sums_of(self, sizes: Sequence[int]) -> StepSums:
+        """Return the partial sums of a step with rounds of these sizes."""
+        shared, on_drives = self._gradients.shared, self._gradients.buffers.sums_on_drives
+        runs = Runs.of(self._num_runs, sum(sizes))
+        return StepSums(runs, tuple(sizes), shared.ranks.size, shared.sequence, on_drives)
 
     def _prepare_gradients(self, *, num_rounds: int, adds_up: bool, kept: SumRoom | None = None) -> None:
         self._adds_up = adds_up

@@ -45,6 +45,8 @@ MAX_UNRESOLVED = 512
 """Events kept per lane before their times are looked up, should nobody take the record."""
 REBASE_S = 8.0
 """CUDA tells the time between two events in single precision: at 8 s that is still exact to a microsecond."""
+SLOW_LOCK_S = 2.0
+"""Seconds of page-locking after which the log says what takes so long."""
 _NO_LOCK = (
     "torch cannot page-lock the state's memory for %s: copies go through %d page-locked buffers of %d MiB in "
     "each lane, and the host copies every byte once more"
@@ -209,10 +211,18 @@ class AcceleratorLanes(ThreadedLanes):
         if arena is None or self._vendor.lock is None or any(held is arena for held in self._locked):
             return
         self._locked.append(arena)  # a refused one too: it is asked for once, and has nothing to unlock
-        if not arena.lock(self._vendor):
+        gib = arena.nbytes / (1 << 30)
+        slow = threading.Timer(SLOW_LOCK_S, _log.info, ["page-locking %.1f GiB of host memory", gib])
+        slow.daemon = True
+        slow.start()
+        try:
+            is_locked = arena.lock(self._vendor)
+        finally:
+            slow.cancel()
+        if not is_locked:
             _log.warning(
                 "%.1f GiB of host memory could not be page-locked: its copies will be slower than the link",
-                arena.nbytes / (1 << 30),
+                gib,
             )
 
     def unlock(self, arena: Arena | None) -> None:

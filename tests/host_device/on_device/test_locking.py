@@ -1,0 +1,76 @@
+"""Host memory is page-locked before the first step, and the log says so where it takes long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.config.choice import StepBatch
+from megatrain.hardware.accelerators import VENDORS
+from megatrain.store.arena import Arena
+from megatrain.stream.lanes import AcceleratorLanes, accelerator
+from tests.families import FAMILIES
+from tests.host_device.device import TYPE, register
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER
+
+register()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activations": "recompute"},
+        {"activations": "offload", "lockstep": 2},
+        {"activations": "recompute", "lockstep": 1, "precision": "bf16"},
+    ],
+)
+def test_no_step_allocates_or_locks_what_its_gradients_need(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = make_batches(2)
+    rows, tokens = batches[0]["input_ids"].shape
+    batch = StepBatch(micro_batch_size=rows, seq_len=tokens, num_micro_batches=2)
+    engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=TYPE, batch=batch, **settings)
+    optimizer = engine.adamw(**HYPER)
+    made: list[int] = []
+    ring = engine.arrangement.offloaded
+    monkeypatch.setattr(Arena, "__init__", counted(Arena.__init__, made))
+    engine.forward_backward(batches)
+    optimizer.step()
+    assert sum(made) == ring.host_bytes
+
+
+def counted(make: Any, sizes: list[int]) -> Any:
+    def init(arena: Arena, nbytes: int, *given: Any) -> None:
+        sizes.append(nbytes)
+        make(arena, nbytes, *given)
+
+    return init
+
+
+@pytest.mark.parametrize(("seconds", "is_said"), [(0.0, False), (1.0, True)])
+def test_locking_that_takes_long_is_said_while_it_lasts(
+    seconds: float, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[int] = []
+
+    def lock(address: int, nbytes: int) -> bool:
+        time.sleep(seconds)
+        heard.append(len(caplog.messages))
+        return True
+
+    vendor = replace(VENDORS[TYPE], lock=lock, unlock=lambda address: None)
+    monkeypatch.setitem(VENDORS, TYPE, vendor)
+    monkeypatch.setattr(accelerator, "SLOW_LOCK_S", 0.4)
+    lanes = AcceleratorLanes(torch.device(TYPE))
+    with caplog.at_level(logging.INFO, logger="megatrain"):
+        lanes.lock(Arena(100 << 20))
+    lanes.close()
+    assert heard == [int(is_said)]
+    assert caplog.messages == ["page-locking 0.1 GiB of host memory"] * is_said
