@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatrain.doctor.checks import (
 )
 from megatrain.doctor.disk import block_device
 from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_sensor
+from megatrain.doctor.proof import Proof
 from megatrain.doctor.software import check_device, check_sensor, check_updates, check_versions, versions
 from megatrain.hardware.care import pci_address
 from megatrain.hardware.cores import allowed_cpus
@@ -52,6 +53,8 @@ class Report:
     bench: Bench | None = None
     machine: HardwareSpec | None = None
     """The machine as the bench has measured it."""
+    proof: Proof | None = None
+    """What `prove` has found, whose checks are among these."""
 
     def count(self, level: Level) -> int:
         """Return how many checks have a level."""
@@ -72,13 +75,18 @@ class Report:
 
     def json(self) -> dict[str, Any]:
         """Return everything, for a program or a bug report."""
-        return {
+        found: dict[str, Any] = {
             "versions": versions(),
             "checks": [asdict(check) | {"level": check.level.value} for check in self.checks],
             "counts": {level.value: self.count(level) for level in Level},
             "bench": None if self.bench is None else bench_json(self.bench),
             "machine": None if self.machine is None else machine_json(self.machine),
         }
+        return found if self.proof is None else {**found, "proof": self.proof.json()}
+
+    def with_proof(self, proof: Proof) -> Report:
+        """Return the same with what a proof has found."""
+        return replace(self, checks=(*self.checks, *proof.checks), proof=proof)
 
 
 def examine(

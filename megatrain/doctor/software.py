@@ -58,6 +58,10 @@ def check_versions(found: dict[str, str] | None = None, wanted: list[str] | None
     return passed("versions", text)
 
 
+_CLOSE_C = 5.0
+"""So close to the temperature at which it slows down, a device is hot."""
+
+
 def check_device(device: torch.device, root: Path = ROOT) -> Check:
     """Say what blocks will run on."""
     if device.type == "cuda":
@@ -132,9 +136,29 @@ def check_sensor(sensor: Sensor | None) -> list[Check]:
     if heat_c is not None:
         parts.append(f"{heat_c:.0f} C")
     slowed = [reason for reason in sensor.throttled() or () if reason != "power cap"]
+    most_c = sensor.slowdown_c()
+    is_hot = heat_c is not None and most_c is not None and heat_c > most_c - _CLOSE_C
+    parts += [f"it slows down at {most_c:.0f} C"] if is_hot else []
     text = ", ".join([*parts, *(f"slowed down: {reason}" for reason in slowed)])
     fix = "look at its cooling and its power supply"
-    return [warning(name, text, fix) if slowed else passed(name, text), _check_ecc(sensor)]
+    found = warning(name, text, fix) if slowed or is_hot else passed(name, text)
+    return [found, _check_ecc(sensor), *_check_link(sensor)]
+
+
+def _check_link(sensor: Sensor) -> list[Check]:
+    link = sensor.link()
+    if link is None:
+        return []
+    text = f"PCI Express {link.generation}, {link.width} of {link.most} lanes"
+    if link.width == link.most:
+        return [passed("link to the host", text)]
+    return [
+        warning(
+            "link to the host",
+            f"{text}: copies have {link.width / link.most:.0%} of the speed that they could have",
+            "put the card into a slot with all lanes, seat it again, and look at the riser and the BIOS",
+        )
+    ]
 
 
 def _check_ecc(sensor: Sensor) -> Check:

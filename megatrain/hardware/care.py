@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain.hardware.system_files import text_of
 
@@ -36,6 +36,8 @@ REASONS: Mapping[int, str] = {
 _POWER_CAP = REASONS[0x04]
 _CORRECTED, _UNCORRECTED = 0, 1
 _SINCE_BOOT = 0
+_SLOWDOWN = 1
+"""NVML_TEMPERATURE_THRESHOLD_SLOWDOWN."""
 WORN_SHARE = 0.1
 """Part of a drive's rated writes that one run may use up before it is warned of."""
 
@@ -57,6 +59,18 @@ class Vitals:
     """Bytes that the machine has swapped in and out since the sample before."""
     drive_written_bytes: int | None = None
     """Bytes that the run has written to drives so far."""
+
+
+class Link(NamedTuple):
+    """The PCI Express link of a device."""
+
+    width: int
+    """The lanes that are in use."""
+    most: int
+    """The lanes that device and slot could use."""
+    generation: int
+    newest: int
+    """The newest generation that device and slot know."""
 
 
 class Sensor:
@@ -86,6 +100,19 @@ class Sensor:
     def temperature_c(self) -> float | None:
         """Return the temperature of the processor."""
         return _scaled(self._ask("nvmlDeviceGetTemperature", 0), 1.0)
+
+    def slowdown_c(self) -> float | None:
+        """Return the temperature at which the processor slows itself down."""
+        return _scaled(self._ask("nvmlDeviceGetTemperatureThreshold", _SLOWDOWN), 1.0)
+
+    def link(self) -> Link | None:
+        """Return the width of the link to the host, and its generation; None: one of them is not told.
+
+        An idle device lowers the generation to save power, and never the width.
+        """
+        asked = ("CurrPcieLinkWidth", "MaxPcieLinkWidth", "CurrPcieLinkGeneration", "MaxPcieLinkGeneration")
+        found = [self._ask(f"nvmlDeviceGet{name}") for name in asked]
+        return None if None in found else Link(*map(int, found))
 
     def energy_j(self) -> float | None:
         """Return the energy used since the driver was loaded."""

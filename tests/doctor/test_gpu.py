@@ -10,8 +10,9 @@ import torch
 
 from megatrain.doctor.checks import Level
 from megatrain.doctor.machine_spec import device_name, open_own_sensor, present_device
-from megatrain.doctor.software import check_device, check_updates
+from megatrain.doctor.software import check_device, check_sensor, check_updates
 from megatrain.errors import ConfigError
+from megatrain.hardware.care import open_sensor
 from megatrain.optim import adamw
 from tests.hardware.nvml import PROPERTIES, FakeNvml
 
@@ -80,3 +81,39 @@ def test_gpu_that_does_not_answer_is_one_sentence(
     check = check_device(torch.device("cuda", 0), tmp_path)
     assert check.level is Level.FAIL
     assert check.text == "NVIDIA H100 does not answer (CUDA error: unknown error)"
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "text"),
+    [
+        ({}, Level.OK, "PCI Express 5, 16 of 16 lanes"),
+        (
+            {"CurrPcieLinkWidth": 8},
+            Level.WARN,
+            "PCI Express 5, 8 of 16 lanes: copies have 50% of the speed that they could have",
+        ),
+    ],
+)
+def test_a_card_with_too_few_lanes_is_named(answers: dict[str, int], level: Level, text: str) -> None:
+    link = {f"{name}PcieLink{kind}": n for name in ("Curr", "Max") for kind, n in LINK.items()}
+    sensor = open_sensor(PROPERTIES, FakeNvml(**{**link, **answers}))
+    check = check_sensor(sensor)[-1]
+    assert (check.name, check.level, check.text) == ("link to the host", level, text)
+
+
+LINK = {"Width": 16, "Generation": 5}
+
+
+def test_a_link_that_is_not_told_is_not_judged() -> None:
+    assert [check.name for check in check_sensor(open_sensor(PROPERTIES, FakeNvml()))] == [
+        "device health",
+        "device memory errors",
+    ]
+
+
+@pytest.mark.parametrize(("heat_c", "level"), [(84, Level.OK), (87, Level.WARN)])
+def test_a_hot_card_is_named_before_it_slows_down(heat_c: int, level: Level) -> None:
+    answers = {"Temperature": heat_c, "TemperatureThreshold": 90}
+    check = check_sensor(open_sensor(PROPERTIES, FakeNvml(**answers)))[0]
+    assert check.level is level
+    assert ("it slows down at 90 C" in check.text) is (level is Level.WARN)
