@@ -120,7 +120,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     importing.__dict__.update(import_file=MagicMock(side_effect=typer.Exit))  # or a file would be written
     monkeypatch.setitem(sys.modules, importing.__name__, importing)
     doctor = types.ModuleType("megatrain.doctor")
-    report = types.SimpleNamespace(machine=None, text=str, json=dict, exit_code=lambda strict: 0)
+    report = types.SimpleNamespace(machine=None, text=str, json=dict, exit_code=lambda strict: 0, save=str)
     doctor.__dict__.update(
         examine=lambda *_, **__: report, keep=None, this_machine=lambda *_: load_machine("cpu-laptop")
     )

@@ -293,15 +293,13 @@ def doctor(
     """Look at this machine: what is wrong with it for training, and with --bench how fast it is."""
     with showing("doctor") as doing:
         doing("loading torch")
-        from megatrain.doctor import compute_device, examine, keep, prove, save_proof
+        from megatrain.doctor import examine, keep
         from megatrain.hardware import save_machine
 
-        threads, measures = os.environ.get("OMP_NUM_THREADS"), bench or proves or out is not None
-        report = examine(path, omp_num_threads=threads, bench=measures, progress=doing)
+        threads, measures = os.environ.get("OMP_NUM_THREADS"), bench or out is not None
+        report = examine(path, omp_num_threads=threads, bench=measures, proves=proves, progress=doing)
         if proves:
-            assert report.machine is not None
-            report = report.with_proof(prove(compute_device(), report.machine, progress=doing))
-            save_proof(report.json(), path / PROOF)
+            report.save(path / PROOF)
     print(json.dumps(report.json()) if as_json else report.text())
     if proves and not as_json:
         print(f" the proof is in {path / PROOF}: it names no user, host or path; send it with a bug report")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from megatrain.doctor.checks import (
 )
 from megatrain.doctor.disk import block_device
 from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_sensor
-from megatrain.doctor.proof import Proof
+from megatrain.doctor.proof import Proof, prove
 from megatrain.doctor.software import check_device, check_sensor, check_updates, check_versions, versions
+from megatrain.errors import OutputError
 from megatrain.hardware.care import pci_address
 from megatrain.hardware.cores import allowed_cpus
 from megatrain.hardware.machines import machine_json
@@ -84,9 +86,18 @@ class Report:
         }
         return found if self.proof is None else {**found, "proof": self.proof.json()}
 
-    def with_proof(self, proof: Proof) -> Report:
-        """Return the same with what a proof has found."""
-        return replace(self, checks=(*self.checks, *proof.checks), proof=proof)
+    def save(self, file: Path) -> None:
+        """Write everything to one file, which is to be sent.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        try:
+            file.write_text(json.dumps(self.json(), indent=1) + "\n")
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {file}: {error.strerror}; give another directory (--path)"
+            ) from error
 
 
 def examine(
@@ -94,6 +105,7 @@ def examine(
     *,
     omp_num_threads: str | None = None,
     bench: bool = False,
+    proves: bool = False,
     sizes: Sizes | None = None,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Report:
@@ -103,6 +115,7 @@ def examine(
         path: directory that runs will write to.
         omp_num_threads: the environment's; None: not set.
         bench: measure rates too, for up to a minute; writes and removes a file in `path`.
+        proves: measure rates, and train for a minute; see `doctor.proof`.
         sizes: of the bench.
         progress: is told what takes time, before it begins.
 
@@ -128,12 +141,15 @@ def examine(
         *check_disk(path, block_device(path)),
         check_shm(),
     ]
-    if not bench:
+    if not (bench or proves):
         return Report(checks=tuple(checks))
     progress("measuring rates")
     found = run_bench(device, path, sizes, show=_log.info)
     checks += check_bench(found, on_gpu)
-    return Report(checks=tuple(checks), bench=found, machine=machine_of(found, path, sensor))
+    machine = machine_of(found, path, sensor)
+    proof = prove(device, machine, progress=progress) if proves else None
+    checks += [] if proof is None else proof.checks
+    return Report(checks=tuple(checks), bench=found, machine=machine, proof=proof)
 
 
 def check_bench(bench: Bench, on_gpu: bool) -> list[Check]:

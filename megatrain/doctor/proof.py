@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.doctor.checks import Check, failed, passed, warning
-from megatrain.errors import MegatrainError, OutputError
+from megatrain.errors import MegatrainError
 from megatrain.hardware.memory import GIB, host_memory
 from megatrain.hardware.spec import HardwareSpec
 from megatrain.stream.attach.attach import attach
@@ -117,20 +115,6 @@ def prove(
         text = f"it ended with {type(error).__name__}: {str(error).splitlines()[0]}"
         checks.append(failed("streamed step", text, "send this file with a bug report"))
     return Proof(checks=tuple(checks), cells=cells, step=step)
-
-
-def save_proof(report: Mapping[str, Any], file: Path) -> None:
-    """Write the one file that is to be sent: the doctor's report with the proof, as plain values.
-
-    Raises:
-        OutputError: The file cannot be written.
-    """
-    try:
-        file.write_text(json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {file}: {error.strerror}; give another directory (--path)"
-        ) from error
 
 
 # -- cells that must be equal ------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ def test_command_prints_text_or_json_and_exits(
     assert run("doctor", "--json", "--strict") == 3
     assert json.loads(capsys.readouterr().out)["counts"] == {"OK": 1, "WARN": 1, "FAIL": 1}
     assert found == [
-        {"path": tmp_path, "omp_num_threads": "3", "bench": False},
-        {"path": Path("."), "omp_num_threads": "3", "bench": False},
+        {"path": tmp_path, "omp_num_threads": "3", "bench": False, "proves": False},
+        {"path": Path("."), "omp_num_threads": "3", "bench": False, "proves": False},
     ]
     assert not (tmp_path / "cache").exists()
 

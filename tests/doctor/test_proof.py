@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatrain.cli import main
 from megatrain.cli.commands import PROOF
 from megatrain.doctor import proof as module
 from megatrain.doctor.checks import Level
-from megatrain.doctor.examine import examine
+from megatrain.doctor.examine import Report, examine
 from megatrain.doctor.machine_spec import machine_of
 from megatrain.doctor.proof import CELLS, TINY, prove
 from megatrain.errors import OutputError
@@ -103,15 +104,14 @@ def test_the_command_writes_one_file_and_ends_with_3_where_results_differ(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def quick(path: Path, *, progress: Any, bench: bool, **_: Any) -> Any:
-        assert bench
-        return examine(path, bench=True, sizes=test_bench.TINY)
+    def quick(path: Path, *, proves: bool, **_: Any) -> Any:
+        return examine(path, proves=proves, sizes=test_bench.TINY)
 
     def tiny(device: torch.device, machine: HardwareSpec, *, progress: Any) -> Any:
         return prove(device, machine, shape=SHAPE)
 
     monkeypatch.setattr(doctor, "examine", quick)
-    monkeypatch.setattr(doctor, "prove", tiny)
+    monkeypatch.setattr(sys.modules["megatrain.doctor.examine"], "prove", tiny)
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--prove", "--path", str(tmp_path)])
     assert not ended.value.code
@@ -130,4 +130,4 @@ def test_the_command_writes_one_file_and_ends_with_3_where_results_differ(
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"cannot write .*no/proof.json: No such file.*--path"):
-        module.save_proof({}, tmp_path / "no/proof.json")
+        Report(checks=()).save(tmp_path / "no/proof.json")
