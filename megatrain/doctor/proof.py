@@ -57,6 +57,7 @@ class Shape:
 
 
 TINY = Shape(hidden_size=128, vocab_size=512, rows=2, row_tokens=64)
+_OF_CPU = Shape(hidden_size=256, vocab_size=2048, rows=2, row_tokens=256)
 _LARGE, _MIDDLE = Shape(hidden_size=4096), Shape(hidden_size=2048)
 _LARGE_HOST_BYTES = 40 * GIB
 """Free host memory from which the large shape is taken, whose state takes less than half of it."""
@@ -224,7 +225,7 @@ def _judged(problems: Mapping[str, str]) -> Check:
 
 def _fitting(device: torch.device) -> Shape:
     if device.type == "cpu":
-        return TINY
+        return _OF_CPU
     return _LARGE if host_memory().available_bytes >= _LARGE_HOST_BYTES else _MIDDLE
 
 
