@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from megatrain.model.documents.begins import hands_on, is_flash, not_handed_on
+from megatrain.model.documents.able import why_not_without_mask
+from megatrain.model.documents.begins import hands_on, is_flash, is_ours, not_handed_on
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -33,6 +34,8 @@ def why_not_apart(config: PretrainedConfig) -> str | None:
     text_config = config.get_text_config()
     if is_flash(config):  # it makes no mask, and is told where documents begin
         return None if hands_on(config) else not_handed_on(config)
+    if is_ours(config) and (why := why_not_without_mask(config)) is not None:
+        return f"attention without a mask cannot do {why}"
     calls = list(_mask_calls(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
     if not calls or not all(calls):
         return f"the {text_config.model_type} model makes its masks without positions"

@@ -23,14 +23,20 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
+from megatrain.config.attention import BY_DOCUMENT, VARLEN
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.small import try_small_model
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The arguments of a model and its layers that tell flash attention where documents begin."""
+
+_FEWEST_DOCUMENTS, _TOKENS_PER_DOCUMENT = 16, 256
+"""Places for documents: at least so many, and one for so many tokens. They are doubled until all have one."""
+
+_LENGTH_STEP = 512
 
 _CACHES = ("past_key_values", "cache")
 """The names that models give to keys and values of tokens before these: transformers renames it in 5.24."""
@@ -52,6 +58,16 @@ _now: ContextVar[Packed | None] = ContextVar("_now", default=None)
 def is_flash(config: PretrainedConfig) -> bool:
     """Whether a model attends by a package for flash attention, which makes no masks."""
     return "flash" in (getattr(config.get_text_config(), "_attn_implementation", None) or "")
+
+
+def packed_now() -> Packed | None:
+    """Return what is known of the rows of the forward that is running; None: nothing."""
+    return _now.get()
+
+
+def is_ours(config: PretrainedConfig) -> bool:
+    """Whether a model attends by a function of ours, which needs no mask for packed rows."""
+    return getattr(config.get_text_config(), "_attn_implementation", None) in (VARLEN, BY_DOCUMENT)
 
 
 def read_documents(
@@ -91,14 +107,14 @@ def read_documents(
         if tokens is None or tokens.ndim < 2:
             return None, told
         return Packed(is_packed=False, shape=(tokens.shape[0], tokens.shape[1])), told
-    is_told = all(kwargs.get(name) is not None for name in _ARGUMENTS)
-    if positions.ndim != 2 or is_told or not (flash or positions.device.type == "cpu"):
+    is_told, ours = all(kwargs.get(name) is not None for name in _ARGUMENTS), is_ours(config)
+    if positions.ndim != 2 or is_told or not (flash or ours or positions.device.type == "cpu"):
         return None, told
     begins = _begins(positions)
     is_packed = bool(begins[:, 1:].any())
-    if flash and is_packed:
+    if (flash or ours) and is_packed:
         require_told(config)
-        told |= _told(begins)
+        told |= _told(begins, is_padded=ours)
     return Packed(is_packed=is_packed, shape=(begins.shape[0], begins.shape[1])), told
 
 
@@ -132,11 +148,29 @@ def _begins(positions: Tensor) -> NDArray[np.bool_]:
     return begins
 
 
-def _told(begins: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return the arguments that tell flash attention where documents begin, over all rows in one."""
+def _told(begins: NDArray[np.bool_], *, is_padded: bool) -> dict[str, Any]:
+    """Return the arguments that tell attention where documents begin, over all rows in one.
+
+    Args:
+        begins: (B, T), where documents begin.
+        is_padded: Whether empty documents at the end fill up their number, and the longest length is rounded
+            up, so that compiled code sees few shapes.
+    """
     places = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
-    starts, longest = torch.from_numpy(places), int(np.diff(places).max())
+    longest = int(np.diff(places).max())
+    if is_padded:
+        number = max(_FEWEST_DOCUMENTS, begins.size // _TOKENS_PER_DOCUMENT)
+        while number < len(places) - 1:
+            number *= 2
+        places = np.pad(places, (0, number + 1 - len(places)), mode="edge")
+        longest = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+    starts = torch.from_numpy(places)
     return dict(zip(_ARGUMENTS, (starts, starts, longest, longest), strict=True))
+
+
+def told_of(positions: Tensor) -> dict[str, Any]:
+    """Return the arguments that tell attention of ours where documents begin, by the positions of rows."""
+    return _told(_begins(positions), is_padded=True)
 
 
 @contextmanager
@@ -204,14 +238,15 @@ def require_told(config: PretrainedConfig) -> None:
     """
     if not hands_on(config):
         raise ConfigError(
-            f"{not_handed_on(config)}: documents in one row would see each other under flash attention; use "
-            "data.packing=pad, or model.attn_implementation=sdpa"
+            f"{not_handed_on(config)}: documents in one row would see each other; use data.packing=pad, or "
+            "model.attn_implementation=sdpa"
         )
 
 
 def not_handed_on(config: PretrainedConfig) -> str:
-    """Say why documents in one row would see each other under flash attention."""
-    return f"the {config.get_text_config().model_type} model does not tell flash attention where they begin"
+    """Say why documents in one row would see each other without a mask."""
+    name = "flash attention" if is_flash(config) else "its attention function"
+    return f"the {config.get_text_config().model_type} model does not tell {name} where they begin"
 
 
 def hands_on(config: PretrainedConfig) -> bool:
@@ -228,16 +263,21 @@ def hands_on(config: PretrainedConfig) -> bool:
     return _HANDS_ON[kind]
 
 
-def _asked(model: Any) -> bool:
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Let every module of a model attend by the function of this name."""
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            config._attn_implementation = name
+
+
+def _asked(model: PreTrainedModel) -> bool:
     starts, told = torch.tensor([0, 4, 8], dtype=torch.int32), []
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
         told.append(all(given.get(name) is not None for name in _ARGUMENTS))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    for module in model.modules():
-        if (config := getattr(module, "config", None)) is not None:
-            config._attn_implementation = _ASKED
+    set_attention(model, _ASKED)
     with mock.patch.dict(AttentionInterface._global_mapping, {_ASKED: attend}), torch.no_grad():
         model(
             input_ids=torch.full((2, 4), 5),

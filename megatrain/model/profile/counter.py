@@ -25,6 +25,7 @@ from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
+from megatrain.model.documents.able import implementation_of
 from megatrain.model.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
@@ -161,7 +162,8 @@ class Counter:
             refuse_config(config, sequence)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         refuse_encoder(config)
-        model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
+        attention = implementation_of(config, attn_implementation, dtype)
+        model = build_skeleton(config, dtype=dtype, attn_implementation=attention)
         if adaptation is not None:
             adapt(model, adaptation)
         counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)

@@ -27,6 +27,7 @@ from megatrain.model.adapters.adapt import (
 from megatrain.model.adapters.files import is_adapter
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
+from megatrain.model.documents.able import implementation_of
 from megatrain.model.vocabulary import grow, rows_of
 from megatrain.model.weights.convert import Region
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
@@ -136,7 +137,8 @@ def load(
         raise ConfigError("adapters need a base with weights; give load the path of one")
     refuse_encoder(config)
     dtype = torch.float32 if job.precision is Precision.FP32 else torch.bfloat16
-    model = build_skeleton(config, dtype=dtype, attn_implementation=attn_implementation)
+    attention = implementation_of(config, attn_implementation, dtype)
+    model = build_skeleton(config, dtype=dtype, attn_implementation=attention)
     resumes = job.tiers is not None and job.tiers.resumes
     has_files = path is not None and (not resumes or has_weights(path))
     weights = PlannedWeights(model, path) if path is not None and has_files else None

@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.hardware.accelerators import vendor_of
 from megatrain.hardware.determinism import deterministic
+from megatrain.model.documents.able import require_able
 from megatrain.model.documents.begins import documents_known
 from megatrain.model.masks import long_masks_refused
 
@@ -95,7 +96,11 @@ def chosen_kernels(model: PreTrainedModel, device: torch.device, *, repeats: boo
             device for one.
         device: The device on which the model computes.
         repeats: A claim that every operation gives the same bits in every run, or raises.
+
+    Raises:
+        ConfigError: The model is to attend in a way that the device cannot.
     """
+    require_able(model, device, repeats=repeats)
     with ExitStack() as settings:
         settings.enter_context(long_masks_refused(model))
         settings.enter_context(documents_known())

@@ -1,0 +1,168 @@
+"""What torch's variable-length attention can do: for which models, and on which devices.
+
+Where it cannot, packed rows get a mask, as `sdpa` takes it. Whether a model attends within documents alone is
+not read from its code: a small one of its configuration has to give the logits that it gives with a mask.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.config.attention import BY_DOCUMENT, VARLEN, WHERE_ABLE
+from megatrain.errors import ConfigError, ModelError, first_line
+from megatrain.hardware.accelerators import vendor_of
+from megatrain.model.documents import varlen
+from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
+from megatrain.model.small import try_small_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""What torch's kernel computes in."""
+_MOST_HEAD_DIM, _HEAD_DIM_STEP = 256, 8
+_HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+"""The names that configurations have for the sizes of heads."""
+_LEAST_CAPABILITY = (8, 0)
+"""NVIDIA's compute capability from which torch has the kernel: Ampere."""
+_KERNEL = "aten::_flash_attention_forward"
+_LENGTHS = ((5, 3), (2, 6))
+"""The lengths of documents in the rows that a small model is tried with."""
+
+LIMITS = {
+    "fp32 (`train.precision`)": "the mask",
+    "`train.deterministic=true`": "the mask",
+    "`parallel.sequence` above 1": "the mask, of whole rows",
+    "heads of more than 256, not of a multiple of 8, or with keys and values of two sizes": "the mask",
+    "dropout in attention": "the mask",
+    "soft caps, sinks, biases of positions, layers that are not told where documents begin": "the mask",
+    "a window or chunk shorter than the row, padding, rules of a model's own": "the mask, in these layers",
+    "devices without torch's kernel: all but NVIDIA's from Ampere on, torch before 2.10": "the mask",
+}
+"""The cases in which variable-length attention is not used by default, and what is used then."""
+
+
+def implementation_of(config: PretrainedConfig, asked: str | None, dtype: torch.dtype) -> str | None:
+    """Return the attention implementation of a model for what is asked; None: what transformers chooses.
+
+    Args:
+        config: The model's configuration.
+        asked: The name of an implementation, `WHERE_ABLE` among them.
+        dtype: The dtype in which the model computes.
+    """
+    if asked != WHERE_ABLE:
+        return asked
+    reason = why_not(config, dtype)
+    if reason is None:
+        return VARLEN
+    _log.info("packed rows get an attention mask: variable-length attention cannot do %s", reason)
+    return None
+
+
+def why_not(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
+    """Say what of a model variable-length attention cannot do; None: it can do it.
+
+    Args:
+        config: The model's configuration.
+        dtype: The dtype in which the model computes.
+    """
+    text = config.get_text_config()
+    if dtype not in DTYPES:
+        return f"{str(dtype).removeprefix('torch.')}, only bfloat16 and float16"
+    dims = [dim for name in _HEAD_DIMS if (dim := getattr(text, name, None))]
+    dims = dims or [text.hidden_size // text.num_attention_heads]
+    if max(dims) > _MOST_HEAD_DIM or any(dim % _HEAD_DIM_STEP for dim in dims):
+        return f"heads of {max(dims)}, only of multiples of {_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}"
+    if getattr(text, "v_head_dim", None) != getattr(text, "qk_head_dim", getattr(text, "v_head_dim", None)):
+        return "keys and values of two sizes"
+    for name, value in text.to_dict().items():
+        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+            return f"dropout in attention ({name}={value:g})"
+    return why_not_without_mask(config)
+
+
+_FOUND: dict[str, str | None] = {}
+"""What was found of a configuration."""
+
+
+def why_not_without_mask(config: PretrainedConfig) -> str | None:
+    """Say why a model does not attend within documents alone if there is no mask; None: it does.
+
+    A small model of the configuration is tried, once in a process.
+    """
+    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if key not in _FOUND:
+        name = config.get_text_config().model_type
+        try:
+            is_same = try_small_model(config, _gives_the_same)
+            _FOUND[key] = None if is_same else f"what the {name} model does in its layers"
+        except ModelError as error:
+            _FOUND[key] = f"what the {name} model does in its layers ({first_line(error)})"
+    return _FOUND[key]
+
+
+def _gives_the_same(model: PreTrainedModel) -> bool:
+    """Whether packed rows have the same logits with a mask as without one."""
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in _LENGTHS])
+    ids = torch.arange(positions.numel()).view(positions.shape) * 7 % 100 + 5
+    given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    packed = Packed(is_packed=True, shape=(positions.shape[0], positions.shape[1]))
+    with torch.no_grad():
+        set_attention(model, "eager")
+        expected = model(**given).logits
+        set_attention(model, BY_DOCUMENT)
+        with documents(packed):
+            logits = model(**given, **told_of(positions)).logits
+    return torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def has_varlen(device: torch.device) -> bool:
+    """Whether torch has variable-length attention for a device."""
+    try:
+        varlen.kernel()
+    except ImportError:
+        return False
+    key = torch._C._dispatch_key_for_device(device.type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_KERNEL, key):
+        return False
+    if device.type != "cuda":
+        return True
+    capability = vendor_of(device).capability(device)  # of ROCm's kernel it is not known
+    return capability is not None and capability >= _LEAST_CAPABILITY
+
+
+def require_able(model: PreTrainedModel, device: torch.device, *, repeats: bool) -> None:
+    """Refuse variable-length attention that was asked for by name, where it cannot be.
+
+    Args:
+        model: The model, which may attend in another way.
+        device: The device on which it computes.
+        repeats: A claim that every operation gives the same bits in every run.
+
+    Raises:
+        ConfigError: It cannot be; the sentence says what to do.
+    """
+    name = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if name == BY_DOCUMENT and device.type != "cpu":
+        raise ConfigError(
+            f"model.attn_implementation={BY_DOCUMENT} is for the CPU, and the device is {device.type}; use "
+            f"{VARLEN}, or leave it out"
+        )
+    if name != VARLEN:
+        return
+    reason: str | None = None
+    if not has_varlen(device):
+        reason = f"run on {device.type} with this torch"
+    elif repeats:
+        reason = "be held to give the same bits in every run (train.deterministic)"
+    elif (unable := why_not(model.config, model.dtype)) is not None:
+        reason = f"do {unable}"
+    if reason is not None:
+        other = f"{BY_DOCUMENT} or sdpa" if device.type == "cpu" else "sdpa"
+        raise ConfigError(f"model.attn_implementation={VARLEN} cannot {reason}; use {other}")

@@ -1,0 +1,126 @@
+"""Attention within each document of packed rows, without a mask: two attention functions of transformers'.
+
+`varlen` is torch's variable-length flash attention, for accelerators; `sdpa_by_document` attends within one
+document after the other, for the CPU. Both are told where documents begin, as `begins` reads it on the host,
+and no mask is made for packed rows then. All other rows, and layers that need a mask for another reason (a
+sliding window, padding), go the way of `sdpa`, whose mask says all.
+
+Sources: torch's `nn/attention/varlen.py`, of 2.11 and 2.13, whose signatures differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from megatrain.config.attention import BY_DOCUMENT, VARLEN
+from megatrain.errors import ModelError
+from megatrain.model.documents.begins import packed_now
+
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""The arguments of attention functions that change scores, of which the ones here know nothing."""
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Attend within documents, if there is no mask and it is told where they begin; else as `sdpa`.
+
+    Args:
+        module: The module of the attention.
+        query: The queries, (B, heads, T, D).
+        key: The keys, (B, key heads, T, D).
+        value: The values, in the form of `key`.
+        attention_mask: The mask, which says all; None where there is none.
+        given: What else the model passes on.
+
+    Returns:
+        (B, T, heads, D); no weights.
+
+    Raises:
+        ModelError: The model wants something of attention without a mask that this one does not do.
+    """
+    starts = given.get("cu_seq_lens_q")
+    if starts is None or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    for name in _UNKNOWN:
+        if given.get(name) is not None:
+            raise ModelError(f"attention within documents knows no {name}, which a layer gives it")
+    if given.get("is_causal") is False or given.get("dropout") or query.shape[2] != key.shape[2]:
+        raise ModelError("attention within documents is causal, without dropout, and of whole rows")
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    config: Any = module.config
+    attend = _varlen if config._attn_implementation == VARLEN else _by_document
+    output = attend(q, k, v, starts, given["max_length_q"], given.get("scaling"))
+    return output.unflatten(0, (query.shape[0], -1)), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    """Attend by torch's kernel, all (tokens, heads, D)."""
+    attend, causal = kernel()
+    groups = causal | ({"enable_gqa": True} if "window_size" in causal else {})
+    output: Tensor = attend(query, key, value, starts, starts, longest, longest, scale=scale, **groups)
+    return output
+
+
+@functools.cache
+def kernel() -> tuple[Any, dict[str, Any]]:
+    """Return torch's variable-length attention, and how this version of it is told that it is causal."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes = inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+
+
+@torch.compiler.disable
+def _by_document(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    """Attend within one document after the other, all (tokens, heads, D)."""
+    places, parts = starts.tolist(), []
+    for begin, end in itertools.pairwise(places):
+        if begin < end:
+            q, k, v = (each[None, begin:end].transpose(1, 2) for each in (query, key, value))
+            output = nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+            )
+            parts.append(output[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _mask(**given: Any) -> Tensor | None:
+    """Make the mask that `sdpa` gets, but none of packed rows that need it for nothing else."""
+    packed, local_size, length = packed_now(), given.get("local_size"), given["kv_length"]
+    if (
+        packed is not None
+        and packed.is_packed
+        and packed.shape in (None, (given["batch_size"], length))
+        and given["q_length"] == length
+        and given.get("attention_mask") is None
+        and not given.get("use_vmap")  # a rule of the model's own for what a token sees
+        and (local_size is None or length <= local_size)
+    ):
+        return None
+    mask: Tensor | None = masking_utils.sdpa_mask(**given)
+    return mask
+
+
+for _name in (VARLEN, BY_DOCUMENT):
+    AttentionInterface.register(_name, _attend)
+    AttentionMaskInterface.register(_name, _mask)

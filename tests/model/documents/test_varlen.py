@@ -1,0 +1,334 @@
+"""Packed rows without a mask: variable-length attention, and one document after the other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, masking_utils
+
+from megatrain.config.attention import BY_DOCUMENT, VARLEN, WHERE_ABLE
+from megatrain.errors import ConfigError
+from megatrain.model.documents import able, begins, varlen
+from megatrain.model.documents.able import implementation_of, why_not
+from megatrain.model.documents.apart import why_not_apart
+from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
+from megatrain.model.profile.count import count_anatomy
+from tests.families import FAMILIES
+from tests.flash_kernels import flash_on_cpu
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_model
+from tests.stream.runs import HYPER
+
+TOKENS = 160
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """The kernels on the CPU, in fp32 too: there no fault is lost in rounding."""
+    monkeypatch.setattr(able, "DTYPES", (*able.DTYPES, torch.float32))
+    with flash_on_cpu() as calls:
+        yield calls
+
+
+def cut(rows: int, per_row: int, seed: int = 0) -> list[list[int]]:
+    """Return the lengths of documents of rows; one row has so many of them, others at most as many."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for row in range(rows):
+        number = per_row if row == 0 else int(draw.integers(1, per_row + 1))
+        places = np.sort(draw.choice(np.arange(1, TOKENS), number - 1, replace=False))
+        found.append(np.diff(np.concatenate([[0], places, [TOKENS]])).tolist())
+    return found
+
+
+def batch_of(lengths: list[list[int]]) -> dict[str, Any]:
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    ids = torch.randint(3, 120, positions.shape, generator=torch.Generator().manual_seed(3))
+    labels = ids.masked_fill(positions == 0, -100)  # no document is asked for another one's first token
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def one_at_a_time(model: PreTrainedModel, batch: dict[str, Any], lengths: list[list[int]]) -> Tensor:
+    """Return the logits of each document alone, (B, T, V), with gradients of the loss of all in the model."""
+    logits: list[Tensor] = []
+    for ids, row in zip(batch["input_ids"], lengths, strict=True):
+        logits += [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(row)]
+    whole = torch.cat(logits).view(*batch["input_ids"].shape, -1)
+    loss = torch.nn.functional.cross_entropy(
+        whole[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), ignore_index=-100
+    )
+    loss.backward()
+    return whole.detach()
+
+
+# -- the function -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
+@pytest.mark.parametrize(("rows", "per_row"), [(1, 1), (1, 40), (2, 7), (5, 20)])
+def test_logits_and_gradients_are_those_of_one_document_at_a_time(
+    calls: dict[str, int], name: str, rows: int, per_row: int
+) -> None:
+    lengths = cut(rows, per_row)
+    batch = batch_of(lengths)
+    model, reference = (make_model(FAMILIES["llama"]()) for _ in range(2))
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    expected = one_at_a_time(reference, batch, lengths)
+    set_attention(model, name)
+    packed = Packed(is_packed=True, shape=(rows, TOKENS))
+    with documents(packed), mock.patch.object(masking_utils, "sdpa_mask") as make:
+        output = model(**batch, **told_of(batch["position_ids"]), use_cache=False)
+    assert not make.called
+    output.loss.backward()
+    torch.testing.assert_close(output.logits.detach(), expected, rtol=0, atol=1e-5)
+    for (at, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5, msg=at)
+    number = model.config.num_hidden_layers if name == VARLEN else 0
+    assert calls == {"forward": number, "backward": number}
+
+
+def test_places_are_filled_up_so_that_few_shapes_are_seen() -> None:
+    shapes, longest = set(), set()
+    for seed in range(50):
+        told = told_of(batch_of(cut(3, 5, seed))["position_ids"])
+        starts = told["cu_seq_lens_q"]
+        assert starts.dtype is torch.int32
+        assert int(starts[-1]) == 3 * TOKENS
+        shapes.add(len(starts))
+        longest.add(told["max_length_q"])
+    assert (shapes, longest) == ({17}, {512})
+    many = told_of(batch_of([[4] * 40])["position_ids"])["cu_seq_lens_q"]
+    assert len(many) == 65
+    assert many[40:].unique().tolist() == [160]
+    assert many[:41].tolist() == list(range(0, 161, 4))
+    long = told_of(torch.arange(16_384)[None])
+    assert (len(long["cu_seq_lens_q"]), long["max_length_k"]) == (65, 16_384)
+
+
+def test_older_torch_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11 has `is_causal` and no `window_size` or `enable_gqa`."""
+    given: dict[str, Any] = {}
+
+    def older(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        is_causal: bool = False,
+        return_aux: object = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        given.update(is_causal=is_causal, scale=scale)
+        return query
+
+    varlen.kernel.cache_clear()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    query = torch.zeros(4, 2, 8)
+    varlen._varlen(query, query, query, torch.tensor([0, 4], dtype=torch.int32), 512, 0.5)
+    varlen.kernel.cache_clear()
+    assert given == {"is_causal": True, "scale": 0.5}
+
+
+# -- in an engine -----------------------------------------------------------------------------------------
+
+
+def resident_step(name: str, lengths: list[list[int]]) -> Resident:
+    """Take a step of a resident model under the same interface."""
+    resident = Resident(make_model(FAMILIES["llama"]()), **HYPER)
+    set_attention(resident.model, name)
+    batch = batch_of(lengths)
+    with documents(Packed(is_packed=True)):
+        resident.forward_backward([{**batch, **told_of(batch["position_ids"]), "use_cache": False}])
+    resident.step(resident.norm(), None)
+    return resident
+
+
+def streamed_step(name: str, lengths: list[list[int]], **settings: Any) -> dict[str, Tensor]:
+    """Take a streamed step; return the masters after it."""
+    gc.collect()
+    model = make_model(FAMILIES["llama"]())
+    set_attention(model, name)
+    engine = attach_plainly(model, **settings)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None)
+    engine.forward_backward([batch_of(lengths)])
+    optimizer.step()
+    masters = {at: master.clone() for at, master in engine.named_masters()}
+    engine.detach()
+    return masters
+
+
+def assert_as_resident(masters: dict[str, Tensor], resident: Resident) -> None:
+    for at, master in masters.items():
+        assert_same_bits(master, resident.master(at), at)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "keep_attention"])
+@pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
+def test_a_streamed_step_has_the_bits_of_a_resident_one_under_the_same_interface(
+    calls: dict[str, int], name: str, activations: str
+) -> None:
+    lengths = cut(3, 9)
+    resident = resident_step(name, lengths)
+    forwards = calls["forward"]
+    masters = streamed_step(name, lengths, activations=activations)
+    assert_as_resident(masters, resident)
+    times = 2 if activations == "recompute" else 1  # kept attention does not run again
+    assert calls["forward"] == (1 + times) * forwards
+
+
+def test_a_wrong_boundary_is_found(calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injected: one document begins a token late."""
+    lengths = cut(2, 9)
+    resident = resident_step(VARLEN, lengths)
+    find = begins._begins
+
+    def late(positions: Tensor) -> Any:
+        found = find(positions)
+        row, place = np.argwhere(found[:, 1:-1])[3] + (0, 1)
+        found[row, place], found[row, place + 1] = False, True
+        return found
+
+    monkeypatch.setattr(begins, "_begins", late)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_as_resident(streamed_step(VARLEN, lengths), resident)
+
+
+def assert_no_masks(name: str) -> None:
+    """Assert that no mask is made in a streamed step on packed rows."""
+    make = masking_utils.sdpa_mask
+    with mock.patch.object(masking_utils, "sdpa_mask", wraps=make) as made:
+        streamed_step(name, cut(2, 9))
+    assert not made.called, "a mask is made"
+
+
+@pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
+def test_a_mask_where_none_should_be_is_found(
+    calls: dict[str, int], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Injected: what makes masks is told nothing of the rows; results are the same, but the mask is seen."""
+    assert_no_masks(name)
+    monkeypatch.setattr(varlen, "packed_now", lambda: None)
+    with pytest.raises(AssertionError, match="a mask is made"):
+        assert_no_masks(name)
+
+
+def test_whole_and_padded_rows_go_the_way_of_sdpa(calls: dict[str, int]) -> None:
+    plain, ours = (make_model(FAMILIES["llama"]()).eval() for _ in range(2))
+    set_attention(ours, VARLEN)
+    batch = batch_of([[TOKENS], [TOKENS]])
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, 100:] = 0
+    engine = attach_plainly(ours)
+    for given in ({}, {"position_ids": batch["position_ids"]}, {"attention_mask": mask}):
+        with torch.no_grad():
+            expected = plain(input_ids=batch["input_ids"], use_cache=False, **given).logits
+            logits = ours(input_ids=batch["input_ids"], use_cache=False, **given).logits
+        torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    engine.detach()
+    assert calls["forward"] == 0
+
+
+def test_layers_with_a_window_shorter_than_the_row_keep_their_mask(calls: dict[str, int]) -> None:
+    config = FAMILIES["gemma3_text"]()
+    kinds = config.layer_types
+    assert config.sliding_window < TOKENS
+    assert set(kinds) == {"full_attention", "sliding_attention"}
+    plain, ours = (make_model(config).eval() for _ in range(2))
+    set_attention(ours, VARLEN)
+    batch = batch_of(cut(2, 5))
+    given = {name: batch[name] for name in ("input_ids", "position_ids")}
+    engine = attach_plainly(ours)
+    with torch.no_grad():
+        expected = plain(**given, use_cache=False).logits
+        logits = ours(**given).logits
+    engine.detach()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert calls["forward"] == kinds.count("full_attention")
+
+
+# -- where it can be --------------------------------------------------------------------------------------
+
+ABLE = {"llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_neox", "olmo2", "granite"}
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        *((family, None) for family in sorted(ABLE & set(FAMILIES))),
+        ("gemma2", "softcap"),
+        ("gpt_oss", "s_aux"),
+        ("falcon", "falcon model does"),
+        ("bloom", "bloom model does"),
+        ("mamba2", ""),
+    ],
+)
+def test_what_a_model_wants_of_attention_is_tried(family: str, words: str | None) -> None:
+    found = able.why_not_without_mask(FAMILIES[family]())
+    assert found is None if words is None else words in str(found), found
+    config = FAMILIES[family]()
+    config._attn_implementation = BY_DOCUMENT
+    assert (why_not_apart(config) is None) is (words is None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "words"),
+    [
+        ({}, torch.bfloat16, None),
+        ({}, torch.float32, "float32"),
+        ({"attention_dropout": 0.1}, torch.bfloat16, "dropout in attention"),
+        ({"head_dim": 12}, torch.bfloat16, "heads of 12"),
+        ({"head_dim": 264}, torch.bfloat16, "heads of 264"),
+    ],
+)
+def test_what_it_cannot_do_is_named(
+    changes: dict[str, Any], dtype: torch.dtype, words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FAMILIES["llama"]()
+    config.head_dim = 8
+    for name, value in changes.items():
+        setattr(config, name, value)
+    found = why_not(config, dtype)
+    assert found is None if words is None else words in str(found)
+    with caplog.at_level("INFO", "megatrain"):
+        asked = implementation_of(config, WHERE_ABLE, dtype)
+    assert asked == (VARLEN if words is None else None)
+    assert (words is None) or words in caplog.text
+    assert implementation_of(config, "sdpa", dtype) == "sdpa"
+
+
+def test_the_cpu_has_none_and_says_so() -> None:
+    model = make_model(FAMILIES["llama"]())
+    set_attention(model, VARLEN)
+    assert not able.has_varlen(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"varlen cannot run on cpu.*use sdpa_by_document or sdpa"):
+        attach_plainly(model)
+
+
+def test_what_repeats_and_fp32_are_refused() -> None:
+    model = make_model(FAMILIES["llama"]())
+    set_attention(model, VARLEN)
+    with flash_on_cpu():
+        with pytest.raises(ConfigError, match=r"train\.deterministic"):
+            attach_plainly(model, deterministic=True)
+        with pytest.raises(ConfigError, match="float32, only bfloat16 and float16"):
+            attach_plainly(model)
+
+
+def test_long_packed_rows_are_not_refused() -> None:
+    config = FAMILIES["llama"]()
+    shape: Any = {"micro_batch_size": 1, "seq_len": 20_480, "precision": "bf16", "is_packed": True}
+    with pytest.raises(ConfigError, match="packed rows"):
+        count_anatomy(config, **shape, attn_implementation="sdpa")
+    whole = count_anatomy(config, **{**shape, "is_packed": False}, attn_implementation="sdpa")
+    for name in (VARLEN, BY_DOCUMENT, WHERE_ABLE):
+        anatomy = count_anatomy(config, **shape, attn_implementation=name)
+        assert anatomy.layers[0].saved_bytes["keep"] == whole.layers[0].saved_bytes["keep"]
