@@ -9,6 +9,7 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include "kernels.h"
 
@@ -105,6 +106,82 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_back
       run.backward(grad.to(at::kFloat), out.to(at::kFloat), logsumexp, key);
   return {of_query.to(query.scalar_type()), of_key.to(key.scalar_type()), of_value.to(value.scalar_type()),
           wanted[3] ? of_bias.sum_to_size(bias.sizes()).to(bias.scalar_type()) : at::Tensor()};
+}
+
+// Variable-length flash attention, aten::_flash_attention_forward and _backward: documents of one flat row, whose
+// offsets are read when the kernel runs, as on CUDA. Boxed, since their last arguments differ among versions of torch.
+
+struct Varlen {
+  static Varlen of(const Stack& stack, size_t begin, size_t starts, size_t options) {
+    const auto tensor = [&](size_t i) { return stack.at(begin + i).toTensor(); };
+    const auto& left = stack.at(begin + options + 1);
+    TORCH_CHECK(tensor(starts).scalar_type() == at::kInt, "offsets of documents have to be int32");
+    TORCH_CHECK(left.isNone() || left.toInt() < 0, "the test device has no windows");
+    return {tensor(starts), stack.at(begin + options).toOptional<double>()};
+  }
+  static void check(const at::Tensor& query) {
+    auto dtype = query.scalar_type();
+    TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16, "FlashAttention only support fp16 and bf16 data type");
+  }
+  template <typename F>
+  static void each(const at::Tensor& starts, F run) {
+    const auto* at = starts.const_data_ptr<int32_t>();
+    for (int64_t i = 0; i + 1 < starts.numel(); i++)
+      if (at[i] < at[i + 1]) run(at[i], at[i + 1] - at[i]);
+  }
+  at::Tensor starts;
+  std::optional<double> scale;
+};
+
+inline void varlen_attention(const c10::OperatorHandle& op, Stack* stack) {
+  Counts::add("varlen attention");
+  size_t begin = stack->size() - op.schema().arguments().size();
+  auto query = (*stack)[begin].toTensor(), key = (*stack)[begin + 1].toTensor(), value = (*stack)[begin + 2].toTensor();
+  Varlen::check(query);
+  auto varlen = Varlen::of(*stack, begin, 3, 10);
+  auto out = at::empty_like(query);
+  auto sums = at::empty({query.size(1), query.size(0)}, query.options().dtype(at::kFloat));
+  bool is_causal = (*stack)[begin + 8].toBool();
+  auto run = [q = for_kernel(query), k = for_kernel(key), v = for_kernel(value), starts = for_kernel(varlen.starts),
+              o = for_kernel(out), s = for_kernel(sums), is_causal, scale = varlen.scale] {
+    Varlen::each(starts, [&](int64_t at, int64_t length) {
+      auto part = [&](const at::Tensor& tensor) { return tensor.narrow(0, at, length).transpose(0, 1); };
+      Attention one(part(q), part(k), part(v), {}, 0, is_causal, 0, scale);
+      auto found = one.logsumexp();
+      part(o).copy_(one.forward(found));
+      s.narrow(1, at, length).copy_(found);
+    });
+  };
+  Streams::current(query.device().index()).push(std::move(run));
+  auto state = at::zeros({2}, query.options().dtype(at::kUInt64));
+  auto unused = at::empty({0}, query.options());
+  stack->resize(begin);
+  for (const auto& each : {out, sums, state, unused, unused}) stack->emplace_back(each);
+}
+
+inline void varlen_attention_backward(const c10::OperatorHandle& op, Stack* stack) {
+  Counts::add("varlen attention backward");
+  size_t begin = stack->size() - op.schema().arguments().size();
+  std::vector<at::Tensor> given, made;  // grad, query, key, value, out, sums
+  for (size_t i = 0; i < 6; i++) given.push_back(for_kernel((*stack)[begin + i].toTensor()));
+  auto varlen = Varlen::of(*stack, begin, 6, 14);
+  for (size_t i = 1; i < 4; i++) made.push_back(at::empty_like((*stack)[begin + i].toTensor()));
+  bool is_causal = (*stack)[begin + 11].toBool();
+  auto run = [given, targets = std::vector<at::Tensor>{for_kernel(made[0]), for_kernel(made[1]), for_kernel(made[2])},
+              starts = for_kernel(varlen.starts), is_causal, scale = varlen.scale] {
+    Varlen::each(starts, [&](int64_t at, int64_t length) {
+      auto part = [&](const at::Tensor& tensor) { return tensor.narrow(0, at, length).transpose(0, 1); };
+      Attention one(part(given[1]), part(given[2]), part(given[3]), {}, 0, is_causal, 0, scale);
+      auto [of_query, of_key, of_value, _] = one.backward(part(given[0]).to(at::kFloat), part(given[4]).to(at::kFloat),
+                                                          given[5].narrow(1, at, length), part(given[2]));
+      part(targets[0]).copy_(of_query);
+      part(targets[1]).copy_(of_key);
+      part(targets[2]).copy_(of_value);
+    });
+  };
+  Streams::current(made[0].device().index()).push(std::move(run));
+  stack->resize(begin);
+  for (const auto& each : made) stack->emplace_back(each);
 }
 
 }  // namespace host_device

@@ -28,6 +28,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
+  m.impl("_flash_attention_forward", torch::CppFunction::makeFromBoxedFunction<&varlen_attention>());
+  m.impl("_flash_attention_backward", torch::CppFunction::makeFromBoxedFunction<&varlen_attention_backward>());
   m.impl("histc", histc);
   m.impl("native_dropout", native_dropout);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution<0>>());

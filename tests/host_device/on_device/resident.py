@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.model.head import count_targets
+from megatrain.stream.forward.passes import to_device
 from tests.host_device.device import TYPE
 from tests.reference import Batch, Resident, loss_in_step
 
@@ -34,7 +35,7 @@ class ResidentOnDevice(Resident):
             if seeds is not None:
                 torch.manual_seed(seeds[number])
             self.there.zero_grad()
-            there = {key: value.to(TYPE) for key, value in batch.items()}
+            there = to_device(batch, torch.device(TYPE))
             loss = loss_in_step(self.there, there, torch.tensor(total, device=TYPE), len(batches))
             loss.backward()
             losses.append(loss.detach())

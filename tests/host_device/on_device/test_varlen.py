@@ -1,0 +1,74 @@
+"""torch's variable-length attention on the test device, whose kernel reads there where documents begin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.config.attention import VARLEN
+from megatrain.model.documents import varlen
+from megatrain.model.documents.able import has_varlen
+from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
+from tests.host_device.device import TYPE, register
+from tests.model.documents.test_varlen import batch_of, cut
+from tests.reference import assert_same_bits
+from tests.stream.runs import start
+
+host = register()
+
+
+def test_the_kernel_computes_what_one_document_at_a_time_does() -> None:
+    lengths, generator = [7, 1, 24, 0, 0], torch.Generator().manual_seed(1)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    query = torch.randn(32, 4, 8, generator=generator).bfloat16()
+    key, value = (torch.randn(32, 2, 8, generator=generator).bfloat16() for _ in range(2))
+    grad = torch.randn(32, 4, 8, generator=generator).bfloat16()
+    wide = [each.float().requires_grad_() for each in (query, key, value)]
+    outputs = []
+    for part in zip(*(each.split(lengths) for each in wide), strict=True):
+        q, k, v = (each.transpose(0, 1)[None] for each in part)
+        if len(part[0]):
+            attend = torch.nn.functional.scaled_dot_product_attention
+            outputs.append(attend(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    expected = torch.cat(outputs)
+    expected.backward(grad.float())
+    ours = [each.to(TYPE).requires_grad_() for each in (query, key, value)]
+    output = varlen._varlen(ours[0], ours[1], ours[2], starts.to(TYPE), 512, None)
+    output.backward(grad.to(TYPE))
+    torch.testing.assert_close(output.detach().cpu().float(), expected.detach(), rtol=1e-2, atol=1e-2)
+    for mine, other in zip(ours, wide, strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu().float(), other.grad, rtol=2e-2, atol=2e-2)
+    counts = host.native.take_counts()
+    assert (counts["varlen attention"], counts["varlen attention backward"]) == (1, 1)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_packed_rows_stream_to_the_bits_of_a_resident_model(activations: str) -> None:
+    assert has_varlen(torch.device(TYPE))
+    batch = batch_of(cut(3, 9))
+    model, reference, engine, optimizer = start(
+        family="llama",
+        prepare=lambda model: set_attention(model, VARLEN),
+        device=TYPE,
+        precision="bf16",
+        activations=activations,
+        max_grad_norm=None,
+    )
+    told = {**batch, **told_of(batch["position_ids"]), "use_cache": False}
+    with documents(Packed(is_packed=True)):
+        expected = reference.forward_backward([told])
+    host.native.take_counts()
+    host.native.delay(6, 0.1, 3e-4, 1e-4)
+    loss = engine.forward_backward([batch])
+    assert_same_bits(loss.cpu(), expected.cpu())
+    norm = float(optimizer.step().grad_norm)
+    assert norm == pytest.approx(reference.norm(), rel=1e-6)
+    counts = host.native.take_counts()
+    layers = model.config.num_hidden_layers
+    assert counts["varlen attention"] == (2 * layers if activations == "recompute" else layers)
+    assert counts["varlen attention backward"] == layers
+    reference.step(norm, None)
+    for name, master in engine.named_masters():
+        assert_same_bits(master, reference.master(name), name)
+    engine.detach()
