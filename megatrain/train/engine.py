@@ -11,9 +11,12 @@ from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.model.adapters.adapt import adapters_off
+from megatrain.model.documents.able import has_varlen, say_masked
 from megatrain.stream.attach.attach import attach
 from megatrain.stream.attach.load import load
 from megatrain.stream.engine import Engine
+from megatrain.stream.lanes.devices import compute_device
+from megatrain.train.attention import attention_of, why_masked
 from megatrain.train.evaluate.losses import undisturbed
 from megatrain.train.resume.state_commits import drives_apart, restore_buffers, tiers_of
 
@@ -69,7 +72,7 @@ def make_engine(
         choice,
         config=source if is_random else None,
         seed=config.train.seed,
-        attn_implementation=config.model.attn_implementation,
+        attn_implementation=_attention(config),
         adaptation=config.adaptation,
         adapter=adapter,
         vocab_size=vocab_size,
@@ -94,6 +97,16 @@ def make_engine(
     )
     engine.together.planned_tokens = planned_tokens
     return engine
+
+
+def _attention(config: Config) -> str | None:
+    """Return the attention to ask for, and say where packed rows get a mask on an accelerator."""
+    device = compute_device(config.train.device)
+    has = has_varlen(device)
+    reason = why_masked(config, has_varlen=has)
+    if reason is not None and device.type != "cpu" and config.model.attn_implementation is None:
+        say_masked(reason)
+    return attention_of(config, has_varlen=has)
 
 
 @contextmanager

@@ -61,8 +61,13 @@ def implementation_of(config: PretrainedConfig, asked: str | None, dtype: torch.
     reason = why_not(config, dtype)
     if reason is None:
         return VARLEN
-    _log.info("packed rows get an attention mask: variable-length attention cannot do %s", reason)
+    say_masked(reason)
     return None
+
+
+def say_masked(reason: str) -> None:
+    """Log that packed rows get a mask, for a reason."""
+    _log.info("rows of several documents get an attention mask: varlen cannot do %s", reason)
 
 
 def why_not(config: PretrainedConfig, dtype: torch.dtype) -> str | None:

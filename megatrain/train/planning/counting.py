@@ -19,6 +19,7 @@ from megatrain.data.context import context_length
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.kept import KeptCounts, anatomy_json, key_of, read_anatomy
+from megatrain.train.attention import attention_of
 from megatrain.train.caller import Progress
 
 if TYPE_CHECKING:
@@ -150,8 +151,13 @@ class PlannedModel:
 
 
 def device_type(spec: HardwareSpec) -> str:
-    """Return the device type whose kernels run; an emulated accelerator computes on the CPU."""
-    return "accelerator" if spec.has_accelerator else "cpu"
+    """Return the device type whose kernels run; an emulated accelerator computes on the CPU.
+
+    Packed rows need a mask on devices of other vendors than NVIDIA.
+    """
+    if not spec.has_accelerator:
+        return "cpu"
+    return "accelerator with masks" if spec.device.startswith(("AMD", "Intel")) else "accelerator"
 
 
 def shape_of(
@@ -159,11 +165,12 @@ def shape_of(
 ) -> dict[str, Any]:
     """Return the inputs of a count beside the model, as arguments of `count_anatomy`."""
     is_packed = (packing or config.data.packing) == "best_fit"
+    attention = attention_of(config, has_varlen=is_packed and device_type == "accelerator")
     return {
         "micro_batch_size": config.batch.micro_batch_size,
         "seq_len": config.data.seq_len,
         "precision": config.train.precision,
-        "attn_implementation": config.model.attn_implementation,
+        "attn_implementation": attention,
         "head_chunk_tokens": config.memory.head_chunk_tokens or None,
         "device_type": device_type,
         **({} if config.adaptation is None else {"adaptation": config.adaptation}),

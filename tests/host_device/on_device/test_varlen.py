@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,10 +12,12 @@ from megatrain.config.attention import VARLEN
 from megatrain.model.documents import varlen
 from megatrain.model.documents.able import has_varlen
 from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
+from megatrain.train.loop import train
 from tests.host_device.device import TYPE, register
 from tests.model.documents.test_varlen import batch_of, cut
 from tests.reference import assert_same_bits
 from tests.stream.runs import start
+from tests.train.project import WORDS, make_config, write_model_config
 
 host = register()
 
@@ -72,3 +77,32 @@ def test_packed_rows_stream_to_the_bits_of_a_resident_model(activations: str) ->
     for name, master in engine.named_masters():
         assert_same_bits(master, reference.master(name), name)
     engine.detach()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_run_on_packed_rows_takes_it_by_default_or_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dropout: float
+) -> None:
+    monkeypatch.setattr("megatrain.train.planning.run_machine.measure_matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr("megatrain.stream.machine.measure_matmul_peak", lambda *_: 1e12)
+    (tmp_path / "model").mkdir()
+    write_model_config(tmp_path / "model", attention_dropout=dropout)
+    rows = [{"text": " ".join(WORDS[: 2 + number % 10])} for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = make_config(
+        tmp_path,
+        train={"device": "auto", "steps": 2, "precision": "bf16"},
+        data={"path": str(tmp_path / "rows.jsonl"), "packing": "best_fit", "seq_len": 64},
+        optim={"warmup_steps": 1},
+        memory={"num_slots": 2, "activations": "keep"},
+        checkpoint={"every": 2},
+    )
+    with caplog.at_level("INFO", "megatrain"):
+        train(config)
+    counts = host.native.take_counts()
+    if dropout:
+        assert "varlen attention" not in counts
+        assert "varlen cannot do dropout in attention" in caplog.text
+    else:  # 2 micro-batches in each of 2 steps pass 3 layers
+        assert (counts["varlen attention"], counts["varlen attention backward"]) == (12, 12)
+        assert "varlen cannot" not in caplog.text
