@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
+from megatrain.config.attention import BY_DOCUMENT, VARLEN
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -164,4 +165,5 @@ def _refuse(model: PreTrainedModel, given: Mapping[str, Any], *_: Any) -> NoRetu
             ways = ("model.attn_implementation=sdpa", *ways)
     else:
         cause = "packed rows (position_ids), or a rule of its own for what a token sees, need one"
+        ways = (f"model.attn_implementation={VARLEN} ({BY_DOCUMENT} on a CPU) for packed rows", *ways)
     raise refused(model, given["q_length"], given["kv_length"], cause, *ways)

@@ -27,12 +27,12 @@ from tests.train.project import make_config
 def test_varlen_is_asked_for_where_it_can_be(
     tmp_path: Path, sections: dict[str, dict[str, Any]], has_varlen: bool, reason: str | None
 ) -> None:
-    sections = {**sections, "train": {"precision": "bf16", **sections.get("train", {})}}
-    config = make_config(tmp_path, **sections)
+    train = {"precision": "bf16", **sections.get("train", {})}
+    config = make_config(tmp_path, train=train)
     assert why_masked(config, has_varlen=has_varlen) == reason
     assert attention_of(config, has_varlen=has_varlen) == (WHERE_ABLE if reason is None else None)
     for name in ("sdpa", BY_DOCUMENT):
-        named = make_config(tmp_path, **sections, model={"attn_implementation": name})
+        named = make_config(tmp_path, train=train, model={"attn_implementation": name})
         assert attention_of(named, has_varlen=has_varlen) == name
 
 

@@ -66,7 +66,9 @@ class ModelConfig(Section):
     """Tokens that the tokenizer gets, such as `["<think>", "</think>"]`. Where embedding and head have too
     few rows for them they get more, which begin as the mean of the others; with `lora.r` both are trained."""
     attn_implementation: Name | None = None
-    """Attention by its transformers name, such as `sdpa` or `eager`. null = transformers chooses."""
+    """Attention by its transformers name, such as `sdpa` or `eager`; `varlen` (accelerators) and
+    `sdpa_by_document` (CPU) make no mask of packed rows. null = `varlen` on accelerators where it can be,
+    else transformers chooses."""
     kernels: Literal["auto", "liger", "torch"] = "auto"
     """Kernels of norms, rotary embeddings and activations: `liger` takes those of the `gpu` extra, `torch`
     the model's own. `auto` = `torch`, until the others have been measured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -332,3 +333,9 @@ def test_long_packed_rows_are_not_refused() -> None:
     for name in (VARLEN, BY_DOCUMENT, WHERE_ABLE):
         anatomy = count_anatomy(config, **shape, attn_implementation=name)
         assert anatomy.layers[0].saved_bytes["keep"] == whole.layers[0].saved_bytes["keep"]
+
+
+def test_the_table_of_limits_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    for what, instead in able.LIMITS.items():
+        assert f"| {what} | {instead} |" in text
