@@ -6,6 +6,8 @@ import copy
 from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import Cache
 
 
@@ -15,28 +17,43 @@ def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     The model then takes the same code path as a resident one, a recomputation does not append twice, and no
     key or value outlives its block.
     """
-    for value in (*args, *kwargs.values()):
+    given = (*args, *kwargs.values())
+    for value in given:
         if isinstance(value, Cache):
             break
     else:  # as in most calls
         return args, kwargs
-    args = tuple(_own_cache(value) if isinstance(value, Cache) else value for value in args)
+    device = next((value.device for value in given if isinstance(value, Tensor)), torch.device("cpu"))
+    args = tuple(_own_cache(value, device) if isinstance(value, Cache) else value for value in args)
     return args, {
-        key: _own_cache(value) if isinstance(value, Cache) else value for key, value in kwargs.items()
+        key: _own_cache(value, device) if isinstance(value, Cache) else value for key, value in kwargs.items()
     }
 
 
-def _own_cache(held: Any) -> Any:
+def _own_cache(held: Any, device: torch.device) -> Any:
     """Copy a cache's structure, its layers and their containers, but no tensor."""
     if isinstance(held, (list, tuple)):
-        return type(held)(map(_own_cache, held))
+        return type(held)(_own_cache(value, device) for value in held)
     if isinstance(held, dict):
-        return {key: _own_cache(value) for key, value in held.items()}
+        return {key: _own_cache(value, device) for key, value in held.items()}
     if not _is_part_of_cache(held.__class__):
         return held
     own = copy.copy(held)
-    vars(own).update({name: _own_cache(value) for name, value in vars(held).items()})
+    vars(own).update({name: _own_cache(value, device) for name, value in vars(held).items()})
+    if isinstance(vars(own).get(_WINDOW), Tensor):
+        setattr(own, _WINDOW, _window_on(device, held.sliding_window))
     return own
+
+
+_WINDOW = "_sliding_window_tensor"
+"""The attribute in which a cache of sliding keys has its window as a tensor. A cache takes it to the device
+with its first keys: the launching thread would wait for that copy, in every layer."""
+
+
+@cache
+def _window_on(device: torch.device, window: int) -> Tensor:
+    """Return a window on a device, which is waited for once."""
+    return torch.tensor(window, dtype=torch.long).to(device)
 
 
 @cache

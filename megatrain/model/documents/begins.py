@@ -1,7 +1,8 @@
 """Reads on the host where documents begin in a micro-batch's rows, before positions go to the device.
 
 transformers reads this back from the device, which answers only when all work launched before is done: once
-for each mask, and under flash attention in every layer. Flash attention also reads it of a single row only:
+for each mask, and under flash attention in every layer; so it does with whether a mask of padding leaves
+anything out. Flash attention also reads it of a single row only:
 in a micro-batch of several rows, documents of one row would see each other. So the makers of masks are told
 whether there are documents, and flash attention is told where each begins.
 """
@@ -46,9 +47,12 @@ _CACHES = ("past_key_values", "cache")
 class Packed:
     """The rows of a forward, which hold several documents or one each."""
 
-    is_packed: bool
+    is_packed: bool | None
+    """Whether a row holds several documents; None: nobody has looked."""
     shape: tuple[int, int] | None = None
-    """The shape of their positions: rows, tokens. Nothing is known of other shapes; None: of any."""
+    """The shape of their positions, or mask: rows, tokens. Nothing is known of other shapes; None: of any."""
+    is_full: bool | None = None
+    """Whether a mask of padding leaves no token out; None: nobody has looked."""
 
 
 _now: ContextVar[Packed | None] = ContextVar("_now", default=None)
@@ -100,7 +104,10 @@ def read_documents(
             require_one_row(positions, part)
         return None, told  # masks are made of whole rows
     if mask is not None:
-        return None, told
+        if flash or not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu":
+            return None, told
+        is_full = bool(mask.detach().float().numpy().all())
+        return Packed(is_packed=None, shape=(mask.shape[0], mask.shape[1]), is_full=is_full), told
     if positions is None:
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
@@ -187,6 +194,8 @@ def documents(packed: Packed | None) -> Iterator[None]:
 
 
 _number_of_users = 0
+_undo: list[tuple[str, Any]] = []
+"""The functions of transformers that are replaced while anybody uses `documents_known`, by name."""
 
 
 @contextmanager
@@ -194,24 +203,24 @@ def documents_known() -> Iterator[None]:
     """Let `documents` be heard by what makes masks in transformers; it may be used several times at once."""
     global _number_of_users
     if _number_of_users == 0:
-        find = masking_utils.find_packed_sequence_indices
-        masking_utils.find_packed_sequence_indices = _find_by(find)
+        for name, replace in (("find_packed_sequence_indices", _find_by), ("fast_all", _all_by)):
+            if (found := getattr(masking_utils, name, None)) is not None:
+                _undo.append((name, found))
+                setattr(masking_utils, name, replace(found))
     _number_of_users += 1
     try:
         yield
     finally:
         _number_of_users -= 1
-        if _number_of_users == 0:
-            masking_utils.find_packed_sequence_indices = (
-                masking_utils.find_packed_sequence_indices.__wrapped__
-            )
+        while _number_of_users == 0 and _undo:
+            setattr(masking_utils, *_undo.pop())
 
 
 def _find_by(find: Any) -> Any:
     @functools.wraps(find)
     def indices(position_ids: Tensor) -> Tensor | None:
         packed = _now.get()
-        if packed is None or packed.shape not in (None, tuple(position_ids.shape)):
+        if packed is None or packed.is_packed is None or not _is_of(packed, position_ids):
             found: Tensor | None = find(position_ids)
             return found
         if not packed.is_packed:
@@ -219,6 +228,23 @@ def _find_by(find: Any) -> Any:
         return position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
 
     return indices
+
+
+def _all_by(find: Any) -> Any:
+    """Answer from the host whether all tokens of a mask of padding are there."""
+
+    @functools.wraps(find)
+    def are_all(mask: Tensor) -> Any:
+        packed = _now.get()
+        if packed is None or packed.is_full is None or not _is_of(packed, mask):
+            return find(mask)
+        return packed.is_full
+
+    return are_all
+
+
+def _is_of(packed: Packed, values: Tensor) -> bool:
+    return packed.shape in (None, tuple(values.shape))
 
 
 # -- whether a model hands on what flash attention has to be told --------------------------------------------

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_WARNS = "warn_if_padding_and_no_attention_mask"
+"""A method of transformers' models, which some of them call in their forward."""
+
+
 class PassWatcher(Protocol):
     """Is told of every pass of the model before it begins."""
 
@@ -118,6 +122,9 @@ class ModelForward:
         for number, layer in enumerate(self._arrangement.layers):
             self._override_layer(layer, number, compiler)
         for module in self._entries:
+            if self._device.type != "cpu" and hasattr(module, _WARNS):
+                # it reads tokens from the device in every pass, to warn once of padding without a mask
+                self._overrides.put(module, _WARNS, lambda *_, **__: None)
             self._overrides.replace(module, partial(self._enter, module.forward, module))
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)

@@ -63,7 +63,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return event == nullptr || point_of(event)->is_passed(); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) point_of(event)->wait();
+    if (event == nullptr) return;
+    Counts::add("event");
+    point_of(event)->wait();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {

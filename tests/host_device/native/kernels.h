@@ -35,6 +35,7 @@ class Launch {
     given_.assign(stack_->begin() + begin_, stack_->end());
     if (kind_.is_view) return finish(run_now());
     seed();
+    note_mask();
     if (kind_.writes_only) {
       launch({});
     } else if (!kind_.returns_tensors || !run_meta()) {
@@ -64,6 +65,20 @@ class Launch {
     for (const auto& value : seen)
       if (value.isDevice() && value.toDevice().type() == kType) named = value.toDevice();
     if (device_ < 0) device_ = device_of(named);
+  }
+
+  // Writing to where a mask says looks up those places first, on CUDA by `nonzero`, which the host waits for. One number
+  // to write takes `masked_fill` instead (aten/native/TensorAdvancedIndexing.cpp).
+  void note_mask() {
+    const auto& name = op_.schema().name();
+    if (name != "aten::index_put_" && name != "aten::_index_put_impl_") return;
+    bool has_mask = false;
+    change_tensors(given_, 0, [&](const at::Tensor& tensor, size_t i) {
+      if (i == 1 && is_ours(tensor)) has_mask = has_mask || tensor.scalar_type() == at::kBool;
+      return tensor;
+    });
+    bool is_fill = given_[2].toTensor().numel() == 1 && !given_[3].toBool();
+    if (has_mask && !is_fill) Counts::add("nonzero of a mask");
   }
 
   // Random operations draw when they are launched, as on CUDA: then the order of streams changes no number.
@@ -286,6 +301,20 @@ inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& self,
   if (train.has_value() && !*train) return {self.clone(), at::empty_like(self, at::kBool).fill_(true)};
   auto mask = at::empty_like(self, at::kBool).bernoulli_(1 - p);
   return {self.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
+// CUDA has a kernel of bf16 whose offsets stay on the device; products of other dtypes read them on the host there too
+// (aten/native/cuda/GroupedBlas.cpp).
+inline at::Tensor grouped_mm(const at::Tensor& self, const at::Tensor& other, const std::optional<at::Tensor>& offsets,
+                             const std::optional<at::Tensor>& bias, std::optional<at::ScalarType> dtype) {
+  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_grouped_mm", "");
+  Stack stack{self, other, offsets, bias, dtype};
+  if (self.scalar_type() == at::kBFloat16) {
+    fallback(op, &stack);
+  } else {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeExplicitAutograd), &stack);
+  }
+  return stack[0].toTensor();
 }
 
 template <int kIsBackward>

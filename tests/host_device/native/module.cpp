@@ -32,6 +32,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_flash_attention_backward", torch::CppFunction::makeFromBoxedFunction<&varlen_attention_backward>());
   m.impl("histc", histc);
   m.impl("native_dropout", native_dropout);
+  m.impl("_grouped_mm", grouped_mm);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution<0>>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution<1>>());
 }
@@ -85,6 +86,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("fuse_attention", [](bool is_on) { fuses_attention() = is_on; });
   m.def("take_counts", [] { return Counts::take(); });
+  // Calls a function of Python's with the name of each count, where it happens; None: no longer.
+  m.def("listen", [](py::object function) {
+    if (function.is_none()) return Counts::tell(nullptr);
+    auto* held = new py::object(std::move(function));  // kept: a thread may still be calling it
+    Counts::tell(std::make_shared<Counts::Listener>([held](const std::string& name) {
+      py::gil_scoped_acquire gil;
+      (*held)(name);
+    }));
+  });
   m.def("holds", [](uintptr_t address) {
     try {
       return Memory::get().device_of(reinterpret_cast<void*>(address));

@@ -74,12 +74,22 @@ struct Delays {
   }
 };
 
-// What happened, for tests to ask about.
+// What happened, for tests to ask about. A listener is told at once, in the thread in which it happens.
 class Counts {
  public:
+  using Listener = std::function<void(const std::string&)>;
   static void add(const std::string& name) {
+    std::shared_ptr<Listener> listener;
+    {
+      std::lock_guard<std::mutex> lock(mutex());
+      all()[name]++;
+      listener = heard_by();
+    }
+    if (listener) (*listener)(name);
+  }
+  static void tell(std::shared_ptr<Listener> listener) {
     std::lock_guard<std::mutex> lock(mutex());
-    all()[name]++;
+    heard_by() = std::move(listener);
   }
   static std::map<std::string, int64_t> take() {
     std::lock_guard<std::mutex> lock(mutex());
@@ -90,6 +100,10 @@ class Counts {
   static std::mutex& mutex() {
     static auto* mutex = new std::mutex;
     return *mutex;
+  }
+  static std::shared_ptr<Listener>& heard_by() {
+    static auto* listener = new std::shared_ptr<Listener>;
+    return *listener;
   }
   static std::map<std::string, int64_t>& all() {
     static auto* counts = new std::map<std::string, int64_t>;
