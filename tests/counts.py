@@ -54,6 +54,7 @@ def _key(counter: Any, options: tuple[Any, ...]) -> Any:
         tuple(counter.largest_runs),
         pools.saved_visit,  # which counting calls by itself
         _without_name(counter.model.config),
+        counter.model.config._attn_implementation,
         tuple((name, type(each), type(each).forward, _plain(each)) for name, each in modules),
         tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in counter.model.named_parameters()),
         tuple((name, buffer.shape, buffer.dtype) for name, buffer in counter.model.named_buffers()),

@@ -37,8 +37,6 @@ _ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FEWEST_DOCUMENTS, _TOKENS_PER_DOCUMENT = 16, 256
 """Places for documents: at least so many, and one for so many tokens. They are doubled until all have one."""
 
-_LENGTH_STEP = 512
-
 _CACHES = ("past_key_values", "cache")
 """The names that models give to keys and values of tokens before these: transformers renames it in 5.24."""
 
@@ -161,7 +159,7 @@ def _told(begins: NDArray[np.bool_], *, is_padded: bool) -> dict[str, Any]:
     Args:
         begins: (B, T), where documents begin.
         is_padded: Whether empty documents at the end fill up their number, and the longest length is rounded
-            up, so that compiled code sees few shapes.
+            up to a quarter, a half or all of a row, so that compiled code sees few shapes and lengths.
     """
     places = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
     longest = int(np.diff(places).max())
@@ -170,7 +168,8 @@ def _told(begins: NDArray[np.bool_], *, is_padded: bool) -> dict[str, Any]:
         while number < len(places) - 1:
             number *= 2
         places = np.pad(places, (0, number + 1 - len(places)), mode="edge")
-        longest = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+        row = begins.shape[1]
+        longest = next(part for part in (-(-row // 4), -(-row // 2), row) if part >= longest)
     starts = torch.from_numpy(places)
     return dict(zip(_ARGUMENTS, (starts, starts, longest, longest), strict=True))
 

@@ -103,7 +103,9 @@ def test_places_are_filled_up_so_that_few_shapes_are_seen() -> None:
         assert int(starts[-1]) == 3 * TOKENS
         shapes.add(len(starts))
         longest.add(told["max_length_q"])
-    assert (shapes, longest) == ({17}, {512})
+    assert shapes == {17}
+    assert longest <= {TOKENS // 4, TOKENS // 2, TOKENS}
+    assert len(longest) > 1
     many = told_of(batch_of([[4] * 40])["position_ids"])["cu_seq_lens_q"]
     assert len(many) == 65
     assert many[40:].unique().tolist() == [160]
