@@ -44,6 +44,8 @@ def test_no_step_allocates_or_locks_what_its_gradients_need(
     engine.forward_backward(batches)
     optimizer.step()
     assert sum(made) == ring.host_bytes
+    engine.detach()
+    engine.lanes.close()
 
 
 def counted(make: Any, sizes: list[int]) -> Any:

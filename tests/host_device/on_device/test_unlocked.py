@@ -33,6 +33,7 @@ Patch = pytest.MonkeyPatch
 def _cannot_lock(monkeypatch: Patch) -> None:
     """Registration off, and pieces so small that blocks are many; no norm of another cut of the layers."""
     recorded.cache_clear()
+    host.native.take_counts()  # those of other tests
     monkeypatch.setitem(VENDORS, TYPE, replace(VENDORS[TYPE], lock=None, unlock=None))
     monkeypatch.setattr(locked_ring, "BUFFER_BYTES", 1024)
 

@@ -16,6 +16,8 @@ from megatrain.stream.forward.attention import (
     choose_attention,
     chosen_kernels,
 )
+from tests.families import FAMILIES
+from tests.reference import make_model
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
@@ -137,7 +139,7 @@ def test_kernels_are_chosen_for_as_long_as_a_model_is_attached(
 
     monkeypatch.setattr("megatrain.stream.forward.attention.attention_of", on_hopper)
     first = SDPBackend.FLASH_ATTENTION if repeats else SDPBackend.CUDNN_ATTENTION
-    model = torch.nn.Linear(1, 1)
+    model = make_model(FAMILIES["llama"]())
     with chosen_kernels(model, torch.device("cpu"), repeats=repeats):
         assert SDPBackend(torch._C._get_sdp_priority_order()[0]) == first
         assert torch.are_deterministic_algorithms_enabled() == repeats
