@@ -192,6 +192,7 @@ def test_a_wrong_boundary_is_found(calls: dict[str, int], monkeypatch: pytest.Mo
     """Injected: one document begins a token late."""
     lengths = cut(2, 9)
     resident = resident_step(VARLEN, lengths)
+    assert_as_resident(streamed_step(VARLEN, lengths), resident)  # it asks a small model, once in a process
     find = begins._begins
 
     def late(positions: Tensor) -> Any:
@@ -208,6 +209,7 @@ def test_a_wrong_boundary_is_found(calls: dict[str, int], monkeypatch: pytest.Mo
 def assert_no_masks(name: str) -> None:
     """Assert that no mask is made in a streamed step on packed rows."""
     make = masking_utils.sdpa_mask
+    streamed_step(name, cut(2, 9))  # a small model is asked once in a process, with masks
     with mock.patch.object(masking_utils, "sdpa_mask", wraps=make) as made:
         streamed_step(name, cut(2, 9))
     assert not made.called, "a mask is made"
