@@ -43,7 +43,9 @@ def test_every_cell_has_the_bits_of_the_resident_model_and_a_step_its_plan(machi
         assert len(cells) == 3
         assert all(found == cells[0] for found in cells)
     assert step.name == "streamed step"
-    assert proof.step["planned_s"] >= max(proof.step["bounds_s"].values()) > 0
+    bound_s = max(proof.step["bounds_s"].values())
+    assert bound_s > 0
+    assert proof.step["planned_s"] >= bound_s * (1 - 1e-12)  # sums of the same seconds in another order
     assert len(proof.step["steps_s"]) == SHAPE.num_steps + 1
     lanes = {lane for lane, *_ in proof.step["timeline"]}
     assert {"fetch", "compute", "offload"} <= lanes
