@@ -31,6 +31,30 @@ _PIECE_BYTES = 64 << 20
 """Memory whose pages one thread takes before the next piece is handed out."""
 
 
+class _Map(mmap.mmap):
+    """Mapped memory, which is unlocked before it is unmapped, should nobody have unlocked it.
+
+    A driver would go on with the old pages where the same address is mapped again.
+    """
+
+    locked: tuple[Vendor, int] | None = None
+    """Whose driver has locked it, and its address."""
+
+    def unlock(self) -> None:
+        """Undo the lock, if there is one."""
+        if self.locked is not None:
+            (vendor, address), self.locked = self.locked, None
+            assert vendor.unlock is not None
+            vendor.unlock(address)
+
+    def __del__(self) -> None:
+        """Unlock the memory, once the device has done with it."""
+        if self.locked is not None:
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            self.unlock()
+
+
 class Arena:
     """`nbytes` of zeroed host memory, handed out as tensor views; freed when the last view is gone."""
 
@@ -45,14 +69,13 @@ class Arena:
         self.nbytes = nbytes
         self._is_shared = file is not None
         if file is None:
-            self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = _Map(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            self._map = mmap.mmap(file, max(nbytes, 1), flags=mmap.MAP_SHARED)
+            self._map = _Map(file, max(nbytes, 1), flags=mmap.MAP_SHARED)
             os.close(file)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
-        self._locked_by: Vendor | None = None
 
     def view(self, dtype: torch.dtype, byte_offset: int, numel: int) -> Tensor:
         """View `numel` elements of `dtype` from `byte_offset` as a (numel,) tensor."""
@@ -64,7 +87,7 @@ class Arena:
         A device would go on writing into the old pages of locked memory while the CPU reads new ones. What
         others map too is theirs to read, and stays.
         """
-        if self._locked_by is not None or self._is_shared:
+        if self._map.locked is not None or self._is_shared:
             return
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -100,21 +123,18 @@ class Arena:
         In one range: CUDA does not promise copies that cross from one locked range into another, and blocks
         lie anywhere. The pages are taken before, since a driver takes them in one thread.
         """
-        if self.nbytes == 0 or self._locked_by is not None:
+        if self.nbytes == 0 or self._map.locked is not None:
             return True
         if vendor.lock is not None:
             self.touch()
         if vendor.lock is None or not vendor.lock(self._bytes.data_ptr(), self.nbytes):
             return False
-        self._locked_by = vendor
+        self._map.locked = vendor, self._bytes.data_ptr()
         return True
 
     def unlock(self) -> None:
         """Undo `lock`; the device must be done with the memory."""
-        if self._locked_by is not None:
-            assert self._locked_by.unlock is not None
-            self._locked_by.unlock(self._bytes.data_ptr())
-            self._locked_by = None
+        self._map.unlock()
 
 
 def file_arena(nbytes: int, directory: Path) -> Arena:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from dataclasses import replace
@@ -19,7 +20,7 @@ from tests.host_device.device import TYPE, register
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 
-register()
+host: Any = register()
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,22 @@ def test_no_step_allocates_or_locks_what_its_gradients_need(
     assert sum(made) == ring.host_bytes
     engine.detach()
     engine.lanes.close()
+
+
+def test_memory_of_an_engine_that_nobody_closed_is_unlocked_before_it_is_unmapped() -> None:
+    """What is mapped at the same address later would else be taken for locked, and copies go to old pages."""
+    gc.collect()
+    before = host.native.locked_bytes()
+    engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=TYPE)
+    optimizer = engine.adamw(**HYPER)
+    engine.forward_backward(make_batches(1))
+    optimizer.step()
+    assert host.native.locked_bytes() > before
+    del engine, optimizer
+    until = time.monotonic() + 60
+    while gc.collect() >= 0 and host.native.locked_bytes() > before and time.monotonic() < until:
+        time.sleep(0.01)  # its threads are still at work
+    assert host.native.locked_bytes() == before
 
 
 def counted(make: Any, sizes: list[int]) -> Any:
