@@ -24,14 +24,15 @@ def _stretches(starts: Tensor) -> Iterator[slice]:
     return (slice(*pair) for pair in pairwise(places) if pair[0] < pair[1])
 
 
-def _weights(query: Tensor, key: Tensor, scale: float | None, is_causal: bool, left: int | None) -> Any:
+def _weights(query: Tensor, key: Tensor, is_causal: bool, given: dict[str, Any]) -> Any:
     """Return scores (heads, T, T) in fp32, with keys for every head, and the scale."""
+    scale, left = given["scale"], given["window_size_left"]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    assert is_causal or given["window_size_right"] == 0
     key = key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
     behind = torch.arange(len(query))[:, None] - torch.arange(len(query))
     window = len(query) if left in (None, -1) else left
-    assert is_causal or window < len(query)
     return scores.masked_fill((behind < 0) | (behind > window), -torch.inf), key, scale
 
 
@@ -56,7 +57,7 @@ def _forward(
     output = torch.full_like(query, torch.nan)
     sums = torch.full((query.shape[1], len(query)), torch.nan)
     for part in _stretches(starts):
-        scores, _, _ = _weights(query[part], key[part], given["scale"], is_causal, given["window_size_left"])
+        scores, _, _ = _weights(query[part], key[part], is_causal, given)
         sums[:, part] = scores.logsumexp(-1)
         values = value[part].float().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         chances = (scores - sums[:, part, None]).exp()
@@ -85,9 +86,7 @@ def _backward(
     calls["backward"] += 1
     made = [torch.full_like(each, torch.nan) for each in (query, key, value)]
     for part in _stretches(starts):
-        scores, keys, scale = _weights(
-            query[part], key[part], given["scale"], is_causal, given["window_size_left"]
-        )
+        scores, keys, scale = _weights(query[part], key[part], is_causal, given)
         groups = query.shape[1] // key.shape[1]
         values = value[part].float().repeat_interleave(groups, dim=1)
         chances = (scores - sums[:, part, None]).exp()

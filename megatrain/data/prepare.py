@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatrain.config.sizes import counted
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
 from megatrain.data.example import ChatExample, TextExample
@@ -22,7 +24,7 @@ from megatrain.data.tokens.encode import EncoderRecipe, show
 from megatrain.data.tokens.ends import TrainedEnds
 from megatrain.data.tokens.left_out import held_by
 from megatrain.data.tokens.processes import encode_all
-from megatrain.data.words import Words
+from megatrain.data.words import START, Words
 from megatrain.errors import ConfigError, DataError
 from megatrain.objective.rows import RowKind, kind_of
 
@@ -36,6 +38,10 @@ _SHOWN_CHARACTERS = 300
 _PROGRESS_S = 10.0
 _MULTIPLE = 8
 """The number of which the advised number of tokens of a row is a multiple."""
+_MEASURED_ROWS = 64
+"""The most rows in which the length of documents is looked up."""
+_DOCUMENT_MULTIPLE = 64
+"""The number of which the length of documents is a multiple, so that counts of a model serve several data."""
 _MOST_CUT_OFF = 0.05
 """The share of examples that may be cut off entirely without a warning."""
 
@@ -81,6 +87,20 @@ class Prepared:
     def padding(self) -> float:
         """Return the share of the rows' tokens that belong to no example."""
         return self.counts.filled / (self.rows.shape[0] * self.rows.shape[1])
+
+    @property
+    def document_len(self) -> int | None:
+        """Return the tokens of the document that a token is in, on average, up to a multiple; None: of a row.
+
+        A sample of the rows is read, evenly spread.
+        """
+        if self.packing != "best_fit":
+            return None
+        number, length = self.rows.shape
+        rows = self.rows[np.linspace(0, number - 1, min(number, _MEASURED_ROWS)).astype(int).tolist()]
+        starts = np.append(np.flatnonzero(rows & START), rows.size)
+        mean = np.square(np.diff(starts)).sum() / rows.size
+        return min(-(-int(mean) // _DOCUMENT_MULTIPLE) * _DOCUMENT_MULTIPLE, length)
 
     def describe(self) -> str:
         """Return the counts as one line."""

@@ -263,7 +263,8 @@ def prepare(
         if (warmup := config.optim.warmup_steps) > num_steps:
             steps = counted(num_steps, "step")
             raise ConfigError(f"optim.warmup_steps is {warmup}, but the run has {steps}; use fewer")
-    model_counts = ready_to_plan(config, source, model_config, data.packed.packing, caller)
+    packed = data.packed
+    model_counts = ready_to_plan(config, source, model_config, packed.packing, caller, packed.document_len)
     planned = None
     settle_ranks(config, ranks)
     if ranks.rank == 0:

@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float16)
 """What torch's kernel computes in."""
 _MOST_HEAD_DIM, _HEAD_DIM_STEP = 256, 8
+_NO_HEAD_DIMS = range(193, 225)
+"""The sizes of heads whose backward some GPUs lack (compute capabilities 8.6, 8.9 and 12), as torch's
+`aten/native/transformers/cuda/sdp_utils.cpp` has it."""
 _HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 """The names that configurations have for the sizes of heads."""
 _LEAST_CAPABILITY = (8, 0)
@@ -39,10 +42,13 @@ LIMITS = {
     "fp32 (`train.precision`)": "the mask",
     "`train.deterministic=true`": "the mask",
     "`parallel.sequence` above 1": "the mask, of whole rows",
-    "heads of more than 256, not of a multiple of 8, or with keys and values of two sizes": "the mask",
+    "heads of more than 256, of 193 to 224, not of a multiple of 8, or with keys and values of two sizes": (
+        "the mask"
+    ),
     "dropout in attention": "the mask",
     "soft caps, sinks, biases of positions, layers that are not told where documents begin": "the mask",
-    "a window or chunk shorter than the row, padding, rules of a model's own": "the mask, in these layers",
+    "chunks shorter than the row, padding, rules of a model's own": "the mask, in these layers",
+    "windows in a torch whose kernel takes none": "the mask, in these layers",
     "devices without torch's kernel: all but NVIDIA's from Ampere on, torch before 2.10": "the mask",
 }
 """The cases in which variable-length attention is not used by default, and what is used then."""
@@ -82,8 +88,12 @@ def why_not(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
         return f"{str(dtype).removeprefix('torch.')}, only bfloat16 and float16"
     dims = [dim for name in _HEAD_DIMS if (dim := getattr(text, name, None))]
     dims = dims or [text.hidden_size // text.num_attention_heads]
-    if max(dims) > _MOST_HEAD_DIM or any(dim % _HEAD_DIM_STEP for dim in dims):
-        return f"heads of {max(dims)}, only of multiples of {_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}"
+    if any(dim > _MOST_HEAD_DIM or dim % _HEAD_DIM_STEP or dim in _NO_HEAD_DIMS for dim in dims):
+        low, high = _NO_HEAD_DIMS[0], _NO_HEAD_DIMS[-1]
+        return (
+            f"heads of {max(dims)}, only of multiples of {_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}, and none "
+            f"of {low} to {high}"
+        )
     if getattr(text, "v_head_dim", None) != getattr(text, "qk_head_dim", getattr(text, "v_head_dim", None)):
         return "keys and values of two sizes"
     for name, value in text.to_dict().items():

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import masking_utils
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from megatrain.config.attention import BY_DOCUMENT, VARLEN
@@ -179,6 +180,12 @@ def told_of(positions: Tensor) -> dict[str, Any]:
     return _told(_begins(positions), is_padded=True)
 
 
+def told_of_equal(num_tokens: int, length: int) -> dict[str, Any]:
+    """Return the arguments that tell attention of documents of one length, but for the last."""
+    starts = torch.tensor([*range(0, num_tokens, length), num_tokens], dtype=torch.int32)
+    return dict(zip(_ARGUMENTS, (starts, starts, length, length), strict=True))
+
+
 @contextmanager
 def documents(packed: Packed | None) -> Iterator[None]:
     """Let masks of the forward inside be made of what is known of its documents; None: as transformers does.
@@ -288,6 +295,24 @@ def hands_on(config: PretrainedConfig) -> bool:
     return _HANDS_ON[kind]
 
 
+_TELLS_WINDOWS: dict[type, bool] = {}
+
+
+def tells_windows(config: PretrainedConfig) -> bool:
+    """Whether a model tells its attention function, in every layer, of the window that a mask would have.
+
+    A chunk is no window, and layers with a rule of their own are told of none. A small model of the
+    configuration is asked, once for each class of configurations.
+    """
+    kind = type(config)
+    if kind not in _TELLS_WINDOWS:
+        try:
+            _TELLS_WINDOWS[kind] = try_small_model(config, _asked_of_windows)
+        except ModelError:
+            _TELLS_WINDOWS[kind] = False
+    return _TELLS_WINDOWS[kind]
+
+
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Let every module of a model attend by the function of this name."""
     for module in model.modules():
@@ -296,18 +321,44 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def _asked(model: PreTrainedModel) -> bool:
-    starts, told = torch.tensor([0, 4, 8], dtype=torch.int32), []
+    told = []
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
         told.append(all(given.get(name) is not None for name in _ARGUMENTS))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
+    _ask(model, attend, None)
+    return bool(told) and all(told)
+
+
+def _asked_of_windows(model: PreTrainedModel) -> bool:
+    told: list[bool] = []
+
+    def mask(**given: Any) -> Tensor:  # that of a window is known again by its size
+        return torch.full((1, 1, 1, 1), given.get("local_size") or 0)
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+        window = given.get("sliding_window") or 0
+        told.append(isinstance(mask, Tensor) and mask.numel() == 1 and int(mask) == window)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    _ask(model, attend, mask)
+    return bool(told) and all(told)
+
+
+def _ask(model: PreTrainedModel, attend: Any, mask: Any) -> None:
+    """Run a small model on two rows, told of documents, with a function for attention and one for masks."""
     set_attention(model, _ASKED)
-    with mock.patch.dict(AttentionInterface._global_mapping, {_ASKED: attend}), torch.no_grad():
+    starts = torch.tensor([0, 4, 8], dtype=torch.int32)
+    masks = {} if mask is None else {_ASKED: mask}
+    with (
+        mock.patch.dict(AttentionInterface._global_mapping, {_ASKED: attend}),
+        mock.patch.dict(AttentionMaskInterface._global_mapping, masks),
+        torch.no_grad(),
+    ):
         model(
             input_ids=torch.full((2, 4), 5),
             position_ids=torch.arange(4).expand(2, -1),
             use_cache=False,
             **dict(zip(_ARGUMENTS, (starts, starts, 4, 4), strict=True)),
         )
-    return bool(told) and all(told)

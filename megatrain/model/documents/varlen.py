@@ -2,8 +2,9 @@
 
 `varlen` is torch's variable-length flash attention, for accelerators; `sdpa_by_document` attends within one
 document after the other, for the CPU. Both are told where documents begin, as `begins` reads it on the host,
-and no mask is made for packed rows then. All other rows, and layers that need a mask for another reason (a
-sliding window, padding), go the way of `sdpa`, whose mask says all.
+and no mask is made for packed rows then, of sliding windows neither, if the model tells its layers of them.
+All other rows, and layers that need a mask for another reason (chunks, padding), go the way of `sdpa`, whose
+mask says all.
 
 Sources: torch's `nn/attention/varlen.py`, of 2.11 and 2.13, whose signatures differ.
 """
@@ -24,7 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from megatrain.config.attention import BY_DOCUMENT, VARLEN
 from megatrain.errors import ModelError
-from megatrain.model.documents.begins import packed_now
+from megatrain.model.documents.begins import packed_now, tells_windows
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 """The arguments of attention functions that change scores, of which the ones here know nothing."""
@@ -65,43 +66,90 @@ def _attend(
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     config: Any = module.config
     attend = _varlen if config._attn_implementation == VARLEN else _by_document
-    output = attend(q, k, v, starts, given["max_length_q"], given.get("scaling"))
+    output = attend(
+        q, k, v, starts, given["max_length_q"], given.get("scaling"), given.get("sliding_window") or None
+    )
     return output.unflatten(0, (query.shape[0], -1)), None
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
-    """Attend by torch's kernel, all (tokens, heads, D)."""
-    attend, causal = kernel()
-    groups = causal | ({"enable_gqa": True} if "window_size" in causal else {})
-    output: Tensor = attend(query, key, value, starts, starts, longest, longest, scale=scale, **groups)
+    """Attend by torch's kernel, all (tokens, heads, D); a window counts the token itself."""
+    attend, takes = kernel()
+    settings: dict[str, Any] = {}
+    if "window_size" in takes:
+        settings["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is not None and window < longest:
+        raise ModelError("this version of torch has no attention in windows without a mask")
+    else:
+        settings["is_causal"] = True
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in takes:
+            settings["enable_gqa"] = True
+        elif "window_size" in takes:  # before it was asked for, every head had keys of its own
+            key, value = (
+                each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value)
+            )
+    if "scale" in takes:
+        settings["scale"] = scale
+    elif scale is not None:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    output: Tensor = attend(query, key, value, starts, starts, longest, longest, **settings)
     return output
 
 
 @functools.cache
-def kernel() -> tuple[Any, dict[str, Any]]:
-    """Return torch's variable-length attention, and how this version of it is told that it is causal."""
+def kernel() -> tuple[Any, frozenset[str]]:
+    """Return torch's variable-length attention, and the names of its arguments, which differ by version."""
     from torch.nn.attention.varlen import varlen_attn
 
-    takes = inspect.signature(varlen_attn).parameters
-    return varlen_attn, {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @torch.compiler.disable
 def _by_document(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Attend within one document after the other, all (tokens, heads, D)."""
     places, parts = starts.tolist(), []
     for begin, end in itertools.pairwise(places):
         if begin < end:
+            number, mask = end - begin, None
+            if window is not None and window < number:
+                mask = torch.ones(number, number, dtype=torch.bool).tril().triu(1 - window)
             q, k, v = (each[None, begin:end].transpose(1, 2) for each in (query, key, value))
             output = nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=key.shape[1] != query.shape[1],
             )
             parts.append(output[0].transpose(0, 1))
     return torch.cat(parts)
+
+
+def _has_windows(config: Any) -> bool:
+    """Whether layers attend in sliding windows without a mask: the model tells them, and the kernel can."""
+    if config is None:
+        return False
+    is_able = config._attn_implementation == BY_DOCUMENT or "window_size" in kernel()[1]
+    return is_able and tells_windows(config)
 
 
 def _mask(**given: Any) -> Tensor | None:
@@ -114,7 +162,7 @@ def _mask(**given: Any) -> Tensor | None:
         and given["q_length"] == length
         and given.get("attention_mask") is None
         and not given.get("use_vmap")  # a rule of the model's own for what a token sees
-        and (local_size is None or length <= local_size)
+        and (local_size is None or length <= local_size or _has_windows(given.get("config")))
     ):
         return None
     mask: Tensor | None = masking_utils.sdpa_mask(**given)

@@ -26,6 +26,7 @@ from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_p
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import implementation_of
+from megatrain.model.documents.begins import is_ours, tells_windows
 from megatrain.model.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         attn_implementation: str | None
         adaptation: Adaptation | None
         is_packed: bool
+        document_len: int | None
         sequence: int
 
 
@@ -108,6 +110,7 @@ class Counter:
         self.shape = micro_batch_size, seq_len
         self.rows = Rows(micro_batch_size)
         self.is_packed = False
+        self.document_len: int | None = None
         self.sequence = 1
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
@@ -134,6 +137,7 @@ class Counter:
         attn_implementation: str | None = None,
         adaptation: Adaptation | None = None,
         is_packed: bool = False,
+        document_len: int | None = None,
         sequence: int = 1,
     ) -> Counter:
         """Build a model.
@@ -148,6 +152,8 @@ class Counter:
             adaptation: The part of the model that is trained, adapters among it; None: all of it.
             is_packed: Whether rows are of several documents, which positions keep apart: `sdpa` gets a mask
                 then.
+            document_len: The number of tokens of the document that a token of a packed row is in, on average;
+                None: all of the row. Attention without a mask computes no more.
             sequence: The number of ranks that share out the tokens of every row; what one of them computes is
                 counted.
 
@@ -164,11 +170,13 @@ class Counter:
         refuse_encoder(config)
         attention = implementation_of(config, attn_implementation, dtype)
         model = build_skeleton(config, dtype=dtype, attn_implementation=attention)
+        if is_ours(model.config):
+            tells_windows(model.config)  # while tensors are real
         if adaptation is not None:
             adapt(model, adaptation)
         counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.model_type = config.model_type
-        counter.is_packed, counter.sequence = is_packed, sequence
+        counter.is_packed, counter.document_len, counter.sequence = is_packed, document_len, sequence
         return counter
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
@@ -237,7 +245,13 @@ class Counter:
                 rows, seq_len = self.shape
                 with self.rows_shared(meter.swapped):
                     own_len = -(-seq_len // self.sequence)
-                    return tracer.run(rows, own_len, is_packed=self.is_packed, shares=self.sequence > 1)
+                    return tracer.run(
+                        rows,
+                        own_len,
+                        is_packed=self.is_packed,
+                        document_len=self.document_len,
+                        shares=self.sequence > 1,
+                    )
 
     @contextmanager
     def rows_shared(self, note: Callable[[int], object] = lambda _: None) -> Iterator[None]:

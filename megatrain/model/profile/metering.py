@@ -236,7 +236,7 @@ _MASKS = ("attn_mask", "attn_bias", "bias")
 def _is_attention(func: Any) -> bool | None:
     """Whether an operation is an attention's backward (True) or forward (False); None: it is none."""
     name = func._schema.name.lower()
-    if "scaled_dot_product" not in name and "_attention_" not in name and "flash_attn" not in name:
+    if not any(part in name for part in ("scaled_dot_product", "_attention_", "flash_attn", "varlen_attn")):
         return None
     if "fused_sdp_choice" in name:
         return None
@@ -258,6 +258,8 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return None
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
     given |= kwargs
+    if "cu_seq_q" in given:
+        return _varlen_flops(given, is_backward=is_backward), 0.5
     check_pairs((given.get(name) for name in _MASKS), dims=2)
     shapes = [given[name].shape for name in ("query", "key", "value")]
     heads, groups = shapes[0][1], shapes[1][1]
@@ -268,6 +270,15 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         assert gradient is not None
         return int(sdpa_backward_flop_count(gradient.shape, *shapes)), share
     return int(sdpa_flop_count(*shapes)), share
+
+
+def _varlen_flops(given: dict[str, Any], *, is_backward: bool) -> int:
+    """Count attention within documents, all as long as the longest one; half of it is then left out."""
+    (num_tokens, num_heads, head_dim), length = given["query"].shape, given["max_q"]
+    left = (given.get("window_size") or [-1])[0]
+    seen = length if left < 0 else min(length, 2 * (left + 1))
+    num_products = 5 if is_backward else 2
+    return int(2 * num_products * num_tokens * num_heads * head_dim * seen)
 
 
 def _grouped_flops(left: Tensor, right: Tensor, output: Tensor) -> int:

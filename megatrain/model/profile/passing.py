@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.config.policies import KEEP
 from megatrain.model.chunk_sums import ChunkSums
-from megatrain.model.documents.begins import Packed, documents, documents_known
+from megatrain.model.documents.begins import Packed, documents, documents_known, is_ours, told_of_equal
 from megatrain.model.head import Head
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
@@ -112,7 +112,13 @@ class WholePassTracer:
         self.result = WholePass()
 
     def run(
-        self, micro_batch_size: int, seq_len: int, *, is_packed: bool = False, shares: bool = False
+        self,
+        micro_batch_size: int,
+        seq_len: int,
+        *,
+        is_packed: bool = False,
+        document_len: int | None = None,
+        shares: bool = False,
     ) -> WholePass:
         """Pass a micro-batch of full rows, of one document each or packed; `shares`: of parts of rows."""
         meter, result = self._meter, self.result
@@ -128,6 +134,8 @@ class WholePassTracer:
             if is_packed or shares:
                 # no mask is made of them beside a cache, so `ModelForward` gives none
                 batch |= {"position_ids": torch.zeros_like(ids), "use_cache": False}
+            if is_packed and is_ours(self._model.config):
+                batch |= told_of_equal(num_tokens, document_len or seq_len)
         meter.settle()
         self._stream_block()
         with (

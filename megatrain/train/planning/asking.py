@@ -153,7 +153,9 @@ def ask(
             on_cpu=on_cpu,
         )
         counts = None if config.model.new_tokens else caller.counts
-        model = PlannedModel(place, counts, caller.progress, model.config, data.packed.packing)
+        model = PlannedModel(
+            place, counts, caller.progress, model.config, data.packed.packing, data.packed.document_len
+        )
     elif why_not:
         notes.append(f"{why_not}, so the run is planned as one with enough of them")
     config = with_step(config, on_cpu=on_cpu, num_rows=None) if data is None else data.config

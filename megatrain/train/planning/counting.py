@@ -38,6 +38,7 @@ class PlannedModel:
         progress: Progress,
         model_config: PretrainedConfig | None = None,
         packing: str | None = None,
+        document_len: int | None = None,
     ) -> None:
         """Name a model.
 
@@ -48,8 +49,10 @@ class PlannedModel:
             model_config: The configuration as a run has read it; None has it read when it is needed.
             packing: The packing of the rows of a run; None means that no data has been read, and
                 `data.packing` holds, whose `auto` is counted as joined text.
+            document_len: The number of tokens of the document that a token of a packed row is in, on average;
+                None: all of the row.
         """
-        self._place, self._packing = place, packing
+        self._place, self._packing, self._document_len = place, packing, document_len
         if model_config is not None:
             self.__dict__["config"] = model_config
         self._kept = None if folder is None else KeptCounts(folder)
@@ -76,7 +79,7 @@ class PlannedModel:
         Raises:
             ModelError: The model cannot be read, built or counted.
         """
-        shape = shape_of(config, device_type, packing=self._packing, **changes)
+        shape = self._shape_of(config, device_type, **changes)
         key, kept = self._load(_plain(shape))
         if kept is not None:
             return _remembered((key,), partial(_read, kept))
@@ -95,7 +98,7 @@ class PlannedModel:
         Raises:
             ModelError: `count` would raise it.
         """
-        shapes = [shape_of(config, device_type, packing=self._packing) for config in configs]
+        shapes = [self._shape_of(config, device_type) for config in configs]
         missing = [shape for shape in shapes if not self._is_known(shape)]
         if len(missing) > 1:
             self._count_alike({shape["micro_batch_size"]: shape for shape in missing})
@@ -103,8 +106,14 @@ class PlannedModel:
 
     def described(self, config: Config, device_type: str) -> dict[str, Any]:
         """Return the model, and the inputs of its count, as plain values."""
-        shape = _plain(shape_of(config, device_type, packing=self._packing))
+        shape = _plain(self._shape_of(config, device_type))
         return {"model": self.config.to_dict() | {"_name_or_path": ""}, "shape": shape}
+
+    def _shape_of(self, config: Config, device_type: str, **changes: Any) -> dict[str, Any]:
+        shape = shape_of(config, device_type, packing=self._packing, **changes)
+        if self._document_len is not None and shape["attn_implementation"] is not None:
+            shape["document_len"] = self._document_len
+        return shape
 
     def _is_known(self, shape: dict[str, Any]) -> bool:
         if self._kept is not None and self._source is not None:

@@ -41,6 +41,7 @@ def ready_to_plan(
     model_config: PretrainedConfig,
     packing: str,
     caller: Caller,
+    document_len: int | None = None,
 ) -> PlannedModel:
     """Return the planned model of a run, after settling this process's threads, kernels and speed.
 
@@ -50,6 +51,7 @@ def ready_to_plan(
         model_config: The configuration that was read there.
         packing: The packing of its rows.
         caller: The folder of counts, and the function that shows progress.
+        document_len: The length of documents, as in `PlannedModel`.
     """
     choose_threads()
     liger = uses_liger(config.model.kernels, compute_device(config.train.device).type)
@@ -59,7 +61,8 @@ def ready_to_plan(
     measure_peak(config)
     # the kept counts are of transformers' own modules, and of the model as it is saved
     is_other = liger or bool(config.model.new_tokens)
-    return PlannedModel(source, None if is_other else caller.counts, caller.progress, model_config, packing)
+    counts = None if is_other else caller.counts
+    return PlannedModel(source, counts, caller.progress, model_config, packing, document_len)
 
 
 def machine_for(config: Config, measure: Measure | None = None, lately: Lately | None = None) -> HardwareSpec:

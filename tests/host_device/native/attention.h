@@ -114,10 +114,16 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_back
 struct Varlen {
   static Varlen of(const Stack& stack, size_t begin, size_t starts, size_t options) {
     const auto tensor = [&](size_t i) { return stack.at(begin + i).toTensor(); };
-    const auto& left = stack.at(begin + options + 1);
+    const auto &left = stack.at(begin + options + 1), &right = stack.at(begin + options + 2);
     TORCH_CHECK(tensor(starts).scalar_type() == at::kInt, "offsets of documents have to be int32");
-    TORCH_CHECK(left.isNone() || left.toInt() < 0, "the test device has no windows");
-    return {tensor(starts), stack.at(begin + options).toOptional<double>()};
+    return {tensor(starts), stack.at(begin + options).toOptional<double>(), left.isNone() ? -1 : left.toInt(),
+            !right.isNone() && right.toInt() == 0};
+  }
+  // Hides what is behind a window in a document of this length; nothing if it has none.
+  static at::Tensor behind(int64_t left, int64_t length) {
+    if (left < 0 || left + 1 >= length) return {};
+    auto hidden = at::ones({length, length}, at::kBool).tril_(-left - 1);
+    return at::zeros({length, length}, at::kFloat).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
   }
   static void check(const at::Tensor& query) {
     auto dtype = query.scalar_type();
@@ -131,6 +137,8 @@ struct Varlen {
   }
   at::Tensor starts;
   std::optional<double> scale;
+  int64_t left;
+  bool sees_no_later;
 };
 
 inline void varlen_attention(const c10::OperatorHandle& op, Stack* stack) {
@@ -141,12 +149,12 @@ inline void varlen_attention(const c10::OperatorHandle& op, Stack* stack) {
   auto varlen = Varlen::of(*stack, begin, 3, 10);
   auto out = at::empty_like(query);
   auto sums = at::empty({query.size(1), query.size(0)}, query.options().dtype(at::kFloat));
-  bool is_causal = (*stack)[begin + 8].toBool();
+  bool is_causal = (*stack)[begin + 8].toBool() || varlen.sees_no_later;
   auto run = [q = for_kernel(query), k = for_kernel(key), v = for_kernel(value), starts = for_kernel(varlen.starts),
-              o = for_kernel(out), s = for_kernel(sums), is_causal, scale = varlen.scale] {
+              o = for_kernel(out), s = for_kernel(sums), is_causal, scale = varlen.scale, left = varlen.left] {
     Varlen::each(starts, [&](int64_t at, int64_t length) {
       auto part = [&](const at::Tensor& tensor) { return tensor.narrow(0, at, length).transpose(0, 1); };
-      Attention one(part(q), part(k), part(v), {}, 0, is_causal, 0, scale);
+      Attention one(part(q), part(k), part(v), Varlen::behind(left, length), 0, is_causal, 0, scale);
       auto found = one.logsumexp();
       part(o).copy_(one.forward(found));
       s.narrow(1, at, length).copy_(found);
@@ -166,12 +174,13 @@ inline void varlen_attention_backward(const c10::OperatorHandle& op, Stack* stac
   for (size_t i = 0; i < 6; i++) given.push_back(for_kernel((*stack)[begin + i].toTensor()));
   auto varlen = Varlen::of(*stack, begin, 6, 14);
   for (size_t i = 1; i < 4; i++) made.push_back(at::empty_like((*stack)[begin + i].toTensor()));
-  bool is_causal = (*stack)[begin + 11].toBool();
+  bool is_causal = (*stack)[begin + 11].toBool() || varlen.sees_no_later;
   auto run = [given, targets = std::vector<at::Tensor>{for_kernel(made[0]), for_kernel(made[1]), for_kernel(made[2])},
-              starts = for_kernel(varlen.starts), is_causal, scale = varlen.scale] {
+              starts = for_kernel(varlen.starts), is_causal, scale = varlen.scale, left = varlen.left] {
     Varlen::each(starts, [&](int64_t at, int64_t length) {
       auto part = [&](const at::Tensor& tensor) { return tensor.narrow(0, at, length).transpose(0, 1); };
-      Attention one(part(given[1]), part(given[2]), part(given[3]), {}, 0, is_causal, 0, scale);
+      Attention one(part(given[1]), part(given[2]), part(given[3]), Varlen::behind(left, length), 0, is_causal, 0,
+                    scale);
       auto [of_query, of_key, of_value, _] = one.backward(part(given[0]).to(at::kFloat), part(given[4]).to(at::kFloat),
                                                           given[5].narrow(1, at, length), part(given[2]));
       part(targets[0]).copy_(of_query);

@@ -22,9 +22,11 @@ from tests.train.project import WORDS, make_config, write_model_config
 host = register()
 
 
-def test_the_kernel_computes_what_one_document_at_a_time_does() -> None:
+@pytest.mark.parametrize("window", [None, 4, 100])
+def test_the_kernel_computes_what_one_document_at_a_time_does(window: int | None) -> None:
     lengths, generator = [7, 1, 24, 0, 0], torch.Generator().manual_seed(1)
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    host.native.take_counts()
     query = torch.randn(32, 4, 8, generator=generator).bfloat16()
     key, value = (torch.randn(32, 2, 8, generator=generator).bfloat16() for _ in range(2))
     grad = torch.randn(32, 4, 8, generator=generator).bfloat16()
@@ -34,11 +36,12 @@ def test_the_kernel_computes_what_one_document_at_a_time_does() -> None:
         q, k, v = (each.transpose(0, 1)[None] for each in part)
         if len(part[0]):
             attend = torch.nn.functional.scaled_dot_product_attention
-            outputs.append(attend(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+            mask = torch.ones(len(part[0]), len(part[0]), dtype=torch.bool).tril().triu(1 - (window or 99))
+            outputs.append(attend(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
     expected = torch.cat(outputs)
     expected.backward(grad.float())
     ours = [each.to(TYPE).requires_grad_() for each in (query, key, value)]
-    output = varlen._varlen(ours[0], ours[1], ours[2], starts.to(TYPE), 512, None)
+    output = varlen._varlen(ours[0], ours[1], ours[2], starts.to(TYPE), 512, None, window)
     output.backward(grad.to(TYPE))
     torch.testing.assert_close(output.detach().cpu().float(), expected.detach(), rtol=1e-2, atol=1e-2)
     for mine, other in zip(ours, wide, strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, masking_utils
+from transformers import (
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from megatrain.config.attention import BY_DOCUMENT, VARLEN, WHERE_ABLE
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.model.documents import able, begins, varlen
 from megatrain.model.documents.able import implementation_of, why_not
 from megatrain.model.documents.apart import why_not_apart
-from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
+from megatrain.model.documents.begins import Packed, documents, set_attention, tells_windows, told_of
 from megatrain.model.profile.count import count_anatomy
 from tests.families import FAMILIES
 from tests.flash_kernels import flash_on_cpu
@@ -114,31 +123,45 @@ def test_places_are_filled_up_so_that_few_shapes_are_seen() -> None:
     assert (len(long["cu_seq_lens_q"]), long["max_length_k"]) == (65, 16_384)
 
 
-def test_older_torch_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2.11 has `is_causal` and no `window_size` or `enable_gqa`."""
-    given: dict[str, Any] = {}
+def older(names: str, given: dict[str, Any]) -> Any:
+    """Return a kernel that takes these settings, and notes them with the shapes of keys and the query."""
 
-    def older(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        is_causal: bool = False,
-        return_aux: object = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        given.update(is_causal=is_causal, scale=scale)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *places: object, **settings: Any) -> Tensor:
+        given.update(settings, keys=key.shape[1], query=float(query.flatten()[0]))
         return query
 
+    kept = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names.split()]
+    attend.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("is_causal", {"is_causal": True, "keys": 2, "query": 2.0}),
+        ("is_causal scale", {"is_causal": True, "scale": 1.0, "keys": 2, "query": 1.0}),
+        ("window_size scale", {"window_size": (-1, 0), "scale": 1.0, "keys": 4, "query": 1.0}),
+        (
+            "window_size scale enable_gqa",
+            {"window_size": (-1, 0), "scale": 1.0, "enable_gqa": True, "keys": 2, "query": 1.0},
+        ),
+    ],
+)
+def test_older_torch_is_told_in_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, names: str, expected: dict[str, Any]
+) -> None:
+    """Arguments came one by one: `is_causal` became `window_size`, then there was `enable_gqa`."""
+    given: dict[str, Any] = {}
     varlen.kernel.cache_clear()
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
-    query = torch.zeros(4, 2, 8)
-    varlen._varlen(query, query, query, torch.tensor([0, 4], dtype=torch.int32), 512, 0.5)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older(names, given))
+    query, key = torch.ones(4, 4, 4), torch.ones(4, 2, 4)
+    starts = torch.tensor([0, 4], dtype=torch.int32)
+    varlen._varlen(query, key, key, starts, 512, 1.0)
+    if "window_size" not in names:
+        with pytest.raises(ModelError, match="no attention in windows"):
+            varlen._varlen(query, key, key, starts, 512, 1.0, window=3)
     varlen.kernel.cache_clear()
-    assert given == {"is_causal": True, "scale": 0.5}
+    assert given == expected
 
 
 # -- in an engine -----------------------------------------------------------------------------------------
@@ -242,11 +265,46 @@ def test_whole_and_padded_rows_go_the_way_of_sdpa(calls: dict[str, int]) -> None
     assert calls["forward"] == 0
 
 
-def test_layers_with_a_window_shorter_than_the_row_keep_their_mask(calls: dict[str, int]) -> None:
+@pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
+@pytest.mark.parametrize("kind", [Gemma3TextConfig, MistralConfig])
+def test_windows_are_the_kernels_own(calls: dict[str, int], kind: type[PretrainedConfig], name: str) -> None:
+    config = kind(**{**FAMILIES["gemma3_text"]().to_dict(), "sliding_window": 8})
+    plain, ours = (make_model(config) for _ in range(2))
+    set_attention(ours, name)
+    lengths = cut(2, 5)
+    assert max(map(max, lengths)) > 40
+    batch = batch_of(lengths)
+    expected = one_at_a_time(plain, batch, lengths)
+    with (
+        documents(Packed(is_packed=True, shape=(2, TOKENS))),
+        mock.patch.object(masking_utils, "sdpa_mask") as make,
+    ):
+        output = ours(**batch, **told_of(batch["position_ids"]), use_cache=False)
+    assert not make.called
+    output.loss.backward()
+    torch.testing.assert_close(output.logits.detach(), expected, rtol=0, atol=1e-5)
+    for (at, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5, msg=at)
+    assert calls["forward"] == (config.num_hidden_layers if name == VARLEN else 0)
+
+
+@pytest.mark.parametrize("why", ["a torch without windows", "a model that does not tell"])
+def test_layers_with_a_window_keep_their_mask_where_there_is_no_other_way(
+    calls: dict[str, int], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     config = FAMILIES["gemma3_text"]()
     kinds = config.layer_types
     assert config.sliding_window < TOKENS
     assert set(kinds) == {"full_attention", "sliding_attention"}
+    if why == "a torch without windows":
+        takes = varlen.kernel()[1] - {"window_size"}
+        attend = varlen.kernel()[0]
+        plainly = functools.partial(attend, window_size=(-1, 0))
+        monkeypatch.setattr(
+            varlen, "kernel", lambda: (lambda *given, is_causal, **named: plainly(*given, **named), takes)
+        )
+    else:
+        monkeypatch.setattr(varlen, "tells_windows", lambda config: False)
     plain, ours = (make_model(config).eval() for _ in range(2))
     set_attention(ours, VARLEN)
     batch = batch_of(cut(2, 5))
@@ -258,6 +316,14 @@ def test_layers_with_a_window_shorter_than_the_row_keep_their_mask(calls: dict[s
     engine.detach()
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     assert calls["forward"] == kinds.count("full_attention")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tells"), [(Gemma3TextConfig, True), (MistralConfig, True), (Llama4TextConfig, False)]
+)
+def test_a_model_is_asked_whether_it_tells_of_its_windows(kind: type[PretrainedConfig], tells: bool) -> None:
+    """Llama 4 has chunks, of which a kernel knows nothing."""
+    assert tells_windows(kind()) is tells
 
 
 # -- where it can be --------------------------------------------------------------------------------------
@@ -292,6 +358,8 @@ def test_what_a_model_wants_of_attention_is_tried(family: str, words: str | None
         ({"attention_dropout": 0.1}, torch.bfloat16, "dropout in attention"),
         ({"head_dim": 12}, torch.bfloat16, "heads of 12"),
         ({"head_dim": 264}, torch.bfloat16, "heads of 264"),
+        ({"head_dim": 208}, torch.bfloat16, "none of 193 to 224"),
+        ({"head_dim": 256}, torch.bfloat16, None),
     ],
 )
 def test_what_it_cannot_do_is_named(
@@ -334,9 +402,9 @@ def test_long_packed_rows_are_not_refused() -> None:
     with pytest.raises(ConfigError, match="packed rows"):
         count_anatomy(config, **shape, attn_implementation="sdpa")
     whole = count_anatomy(config, **{**shape, "is_packed": False}, attn_implementation="sdpa")
-    for name in (VARLEN, BY_DOCUMENT, WHERE_ABLE):
-        anatomy = count_anatomy(config, **shape, attn_implementation=name)
-        assert anatomy.layers[0].saved_bytes["keep"] == whole.layers[0].saved_bytes["keep"]
+    for name, random_state in ((VARLEN, 16), (BY_DOCUMENT, 0), (WHERE_ABLE, 16)):
+        kept = count_anatomy(config, **shape, attn_implementation=name).layers[0].saved_bytes["keep"]
+        assert kept == whole.layers[0].saved_bytes["keep"] + random_state, name
 
 
 def test_the_table_of_limits_is_in_the_documentation() -> None:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
 
+from megatrain.config.attention import VARLEN
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy, count_model
@@ -109,6 +110,29 @@ def test_flops_are_those_of_a_real_run() -> None:
     attention = 2 * 4 * 32 * 32 * 64 / 2  # rows; 2 products of 2 FLOPs; queries; keys; width; causal
     assert anatomy.layers[0].forward.attention_flops == attention
     assert anatomy.layers[0].backward.attention_flops == 2.5 * attention
+
+
+@pytest.mark.parametrize(("window", "seen"), [(None, 16), (4, 8), (16, 16)])
+def test_attention_within_documents_is_counted_by_their_length(window: int | None, seen: int) -> None:
+    """A mask is computed over all of a row, and takes memory that is not there without one."""
+    config = small_llama() if window is None else MistralConfig(**small_llama().to_dict())
+    config.sliding_window = window
+    given: dict[str, Any] = {"micro_batch_size": 3, "seq_len": 32, "precision": "bf16", "is_packed": True}
+    named = {**given, "attn_implementation": VARLEN}
+    apart, rows = count_anatomy(config, **named, document_len=16), count_anatomy(config, **named)
+    masked = count_anatomy(config, **given)
+    of_masks = 3 * 4 * 32 * 32 * 64  # rows; 2 products of 2 FLOPs; queries; keys; width
+    assert masked.layers[0].forward.attention_flops == of_masks
+    assert apart.layers[0].forward.attention_flops == of_masks * seen / 32 / 2
+    assert apart.layers[0].backward.attention_flops == 2.5 * of_masks * seen / 32 / 2
+    assert (
+        rows.layers[0].forward.attention_flops == of_masks * (32 if window is None else 2 * window) / 32 / 2
+    )
+    assert masked.constant_bytes - apart.constant_bytes >= 3 * 32 * 32  # a bool for each pair
+    counted = apart.layers[0].saved_bytes["keep_attention"] - apart.layers[0].saved_bytes["recompute"]
+    # the output in bf16, a float for each head and token, and the two numbers of the kernel's random state
+    assert counted == 2 * 3 * 32 * 64 + 4 * 4 * 3 * 32 + 16
+    assert apart.layers[0].forward.matmul_flops == masked.layers[0].forward.matmul_flops
 
 
 def test_kept_attention_is_its_outputs_and_their_log_sum_exp() -> None:
