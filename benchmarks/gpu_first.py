@@ -37,6 +37,7 @@ STEPS: dict[str, Step] = {
     "streamed": Step("speed", 150, 90, f"{_SHAPE}:cell_streamed"),
     "syncs": Step("correctness", 45, 20, f"{_FIRST}:synchronisations"),
     "side_by_side": Step("speed", 90, 45, f"{_SHAPE}:cell_side_by_side"),
+    "packed": Step("speed", 120, 60, f"{_SHAPE}:cell_packed"),
     "parity": Step("correctness", 110, 50, f"{_FIRST}:parity_rows", process="right"),
     "races": Step("correctness", 60, 20, f"{_FIRST}:two_races", process="right"),
     "attention": Step("correctness", 60, 20, f"{_FIRST}:default_attention", process="right"),

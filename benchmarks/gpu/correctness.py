@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu.run import Record, be_deterministic, compile_cheaply, device_of
+from benchmarks.gpu.run import Record, compile_cheaply, deterministic, device_of
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 """Largest difference in the first step: of a loss, and of a gradient, relative to its parameter's largest."""
@@ -52,9 +52,9 @@ AXES: dict[str, tuple[Any, ...]] = {
 # -- parity ------------------------------------------------------------------------------------------------
 
 
+@deterministic()
 def parity(record: Record, is_dry: bool, cases: Iterable[dict[str, Any]] | None = None) -> None:
     """Train tiny models streamed and resident, and compare losses, gradients, norms and masters."""
-    be_deterministic()
     failures = []
     for case in parity_cases(is_dry) if cases is None else cases:
         try:

@@ -38,6 +38,8 @@ class Work:
     rows: int
     """Sequences of a micro-batch."""
     num_micro_batches: int = 1
+    document_len: int | None = None
+    """Tokens of each document of a row; None: a row is one."""
 
     @property
     def tokens(self) -> int:
@@ -49,7 +51,12 @@ class Work:
         if not is_dry:
             return self
         count = min(self.num_micro_batches, 4)
-        return Work(seq_len=max(16, self.seq_len // 32), rows=min(self.rows, 2), num_micro_batches=count)
+        return Work(
+            seq_len=max(16, self.seq_len // 32),
+            rows=min(self.rows, 2),
+            num_micro_batches=count,
+            document_len=self.document_len and max(8, self.document_len // 32),
+        )
 
     def micro_batches(self, vocab_size: int) -> list[dict[str, Any]]:
         """Draw the step's micro-batches: the same tokens however many there are."""
@@ -57,7 +64,11 @@ class Work:
 
         shape = (self.num_micro_batches, self.rows, self.seq_len)
         ids = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(1))
-        return [{"input_ids": part, "labels": part} for part in ids]
+        batches = [{"input_ids": part, "labels": part} for part in ids]
+        if self.document_len is not None:
+            positions = (torch.arange(self.seq_len) % self.document_len).repeat(self.rows, 1)
+            batches = [{**batch, "position_ids": positions} for batch in batches]
+        return batches
 
 
 def config_of(shape: str, is_dry: bool, num_layers: int | None = None) -> Any:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from benchmarks.gpu.run import Heard, Record, be_deterministic, device_of
+from benchmarks.gpu.run import Heard, Record, deterministic, device_of
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -46,11 +46,11 @@ def races(record: Record, is_dry: bool) -> None:
     race(record, is_dry, RACES[:4] if is_dry else RACES, variants, steps)
 
 
+@deterministic()
 def race(
     record: Record, is_dry: bool, cases: Iterable[dict[str, Any]], variants: Sequence[str], steps: int
 ) -> None:
     """Compare runs of some settings under some kinds of delay, bit for bit, with one that always waits."""
-    be_deterministic()
     failures = []
     for options in cases:
         expected = trained(is_dry, "synchronous", steps, **options)
@@ -282,6 +282,9 @@ def watched(device: Any) -> Iterator[list[dict[str, Any]]]:
     held = torch.cuda.get_sync_debug_mode()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")  # which warns of itself
+        stack.callback(torch.cuda.set_sync_debug_mode, held)
         warnings.simplefilter("always")
         stack.enter_context(mock.patch.object(warnings, "showwarning", show))
         for owner, name in (
@@ -292,6 +295,4 @@ def watched(device: Any) -> Iterator[list[dict[str, Any]]]:
             stack.enter_context(
                 mock.patch.object(owner, name, noting(getattr(owner, name), f"{owner.__name__}.{name}"))
             )
-        stack.callback(torch.cuda.set_sync_debug_mode, held)
-        torch.cuda.set_sync_debug_mode("warn")
         yield found

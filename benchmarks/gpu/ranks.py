@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.run import Record, be_deterministic, device_of, use_device
+from benchmarks.gpu.run import Record, deterministic, device_of, use_device
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISIONS = ("fp32", "bf16")
@@ -100,14 +100,13 @@ def main(rank: int, size: int, folder: Path, device: str, settings: dict[str, An
     if device not in SHARED:
         backend = backend_of(device)
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
-    be_deterministic()
     torch.set_num_threads(1)
     joined: Ranks | None = None
     if size > 1:
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         joined = Ranks(store, TIMEOUT_S)
-    with joined or nullcontext():
+    with deterministic(), joined or nullcontext():
         found = train(joined, device=device, **settings)
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
         if joined is not None:

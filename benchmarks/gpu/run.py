@@ -90,17 +90,25 @@ def limited(seconds: float, stack: IO[str] | None = None) -> Iterator[float]:
         signal.signal(signal.SIGALRM, held)
 
 
-def be_deterministic() -> None:
-    """Choose kernels whose result does not depend on timing, and full fp32 products."""
-    import torch
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Choose kernels whose result does not depend on timing, and full fp32 products, until this ends.
 
+    A later step of the same process must find the kernels that a run takes.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_math_sdp(True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
 
 
 _device: list[str] = []

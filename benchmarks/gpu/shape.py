@@ -94,6 +94,40 @@ def cell_side_by_side(record: Record, session: Session) -> None:
     raise_noted(record)
 
 
+def cell_packed(record: Record, session: Session) -> None:
+    """A few layers of the 8B shape on rows of 8k tokens in documents of 512: a mask, and without one.
+
+    Raises:
+        AssertionError: The first losses, of equal weights, are further apart than bf16 explains.
+    """
+    from megatrain.config.attention import VARLEN
+    from megatrain.model.documents.begins import set_attention
+
+    work = Work(seq_len=8192, rows=4, document_len=512)
+    seconds: dict[str, float] = {}
+    firsts: list[float] = []
+    for label, attention, compiles in (
+        ("mask", "sdpa", "off"),
+        ("varlen", VARLEN, "off"),
+        ("varlen compiled", VARLEN, "on"),
+    ):
+        with at_the_end(record, label):
+            session.drop()  # the others have trained its weights
+            model, _ = session.model("8b", RESIDENT_LAYERS)
+            set_attention(model, attention)
+            row = ours(
+                record, session, "8b", work, [{**STREAMED, "compile": compiles}], num_layers=RESIDENT_LAYERS,
+                label=label, measuring=session.measuring(steps=4, warm_up=1),
+            )  # fmt: skip
+            seconds[label] = row["step_s"]["median"]
+            firsts.append(row["losses"][0])
+            words = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
+            record.add(first_losses=firsts, gist=f"{row['num_layers']} layers, a step with {words}")
+    session.drop()
+    raise_noted(record)
+    assert max(firsts) - min(firsts) < 0.02, f"the first losses are {firsts}"
+
+
 def cell_shape(record: Record, session: Session) -> None:
     """8B, sequences of 1k, 32k tokens a step, four steps: layers not compiled and compiled, as planned."""
     work = Work(seq_len=1024, rows=32)
