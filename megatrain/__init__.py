@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatrain.lazy import resolver
+from megatrain.versions import __version__
 
 if TYPE_CHECKING:
     from megatrain.config.choice import Choice, StepBatch
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from megatrain.stream.attach.load import load
     from megatrain.stream.engine import Engine
     from megatrain.train.commands.fit import fit
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CallbackError",

@@ -31,7 +31,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("layout",),
         ("hardware", "config"),
         ("files", "hub", "recipes", "objective"),
-        ("errors", "lazy"),
+        ("errors", "lazy", "versions"),
     ),
     "megatrain.model": (("profile",), (OWN,), ("weights",)),
     "megatrain.store": ((OWN,), ("drives",)),

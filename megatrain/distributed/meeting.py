@@ -11,12 +11,12 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from megatrain.errors import ConfigError
 from megatrain.hardware.accelerators import VENDORS, identities, own_index, rank_kind
 from megatrain.hardware.cores import allowed_cpus, own_part
+from megatrain.versions import versions_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -72,7 +72,7 @@ def this_process(device: str, address: str | None) -> Comer:
         devices = identities(kind) if kind in VENDORS else []
     except ConfigError as error:
         problem = str(error)
-    facts = {name: version(name) for name in ("megatrain", "torch", "transformers")}
+    facts = versions_of(("megatrain", "torch", "transformers"))
     return Comer(
         host=socket.gethostname(),
         facts=facts | {_DEVICE: kind},

@@ -15,19 +15,14 @@ from megatrain.hardware.care import Sensor
 from megatrain.hardware.memory import GIB
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.optim.updates import kernels_of
+from megatrain.versions import versions_of
 
 _SHOWN = ("megatrain", "torch", "transformers", "numba")
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on; `none` if not installed."""
-    found = {"python": platform.python_version()}
-    for name in _SHOWN:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return {"python": platform.python_version(), **versions_of(_SHOWN)}
 
 
 def check_versions(found: dict[str, str] | None = None, wanted: list[str] | None = None) -> Check:

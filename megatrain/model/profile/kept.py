@@ -7,7 +7,6 @@ It is written whole or not at all, holds the hash of what is in it, and one that
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -16,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from megatrain.errors import OutputError
 from megatrain.files import write_bytes_durably
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy, Cost, Fragment, Layer
+from megatrain.versions import versions_of
 
 _log = logging.getLogger(__name__)
 
@@ -112,10 +111,7 @@ def key_of(config: bytes, **shape: object) -> str:
 @cache
 def _code() -> dict[str, str]:
     """Return the versions of what builds and runs a model, and a hash of the code that counts it."""
-    found = {"python": platform.python_version()}
-    for name in _BUILDERS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+    found = {"python": platform.python_version(), **versions_of(_BUILDERS)}
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     files = [file for folder in ("layout", "model") for file in (root / folder).rglob("*.py")]

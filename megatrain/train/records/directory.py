@@ -15,7 +15,6 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from megatrain.files import make_directories, system, temporary_of, write_bytes_
 from megatrain.hardware import host_memory
 from megatrain.hardware.accelerators import accelerator, check_accelerator, device_name
 from megatrain.train.records.shareable import without_home
+from megatrain.versions import versions_of
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def environment() -> dict[str, Any]:
     )
     memory, kind = host_memory(), accelerator()
     return {
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": versions_of(packages),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
