@@ -96,6 +96,24 @@ def test_every_trained_token_of_every_example_is_in_a_row(tokenizer: Any, tmp_pa
     assert prepared.show_sample() == "<user>hello <assistant>[[world <|endoftext|>]]"
 
 
+def test_the_length_of_documents_is_that_in_which_a_token_is_found(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [
+        [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world " * words}]
+        for words in (600, 600, 100, 100)
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), encoding="utf-8")
+    prepared = prepare(tokenizer, file, seq_len=2048)
+    _, _, positions = split_words(all_rows(prepared))
+    lengths = np.diff(np.append(np.flatnonzero(positions == 0), positions.size))
+    mean = (lengths**2).sum() / lengths.sum()
+    assert len(lengths) >= 4
+    assert prepared.document_len is not None
+    assert 0 <= prepared.document_len - mean < 64 + 1
+    assert prepared.document_len % 64 == 0
+    assert prepare(tokenizer, file, seq_len=2048, way="pad").document_len is None
+
+
 def test_the_counts_are_of_the_examples_that_are_kept(tokenizer: Any, tmp_path: Path) -> None:
     """As many as the lines before say: one that the encoder refuses is dropped there, and counts no more."""
     file = write_chats(tmp_path, 2)

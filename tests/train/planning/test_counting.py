@@ -102,6 +102,19 @@ def test_packed_rows_are_counted_as_such(
         assert [shape.get("is_packed", False) for shape in counted] == [is_packed]
 
 
+@pytest.mark.parametrize("attention", ["varlen", None])
+def test_attention_within_documents_is_counted_by_their_length(
+    model: Path, tmp_path: Path, counted: list[dict[str, Any]], attention: str | None
+) -> None:
+    """A mask covers whole rows, however long the documents are."""
+    settings = CONFIG.model_dump()
+    settings["model"]["attn_implementation"] = attention
+    config = CONFIG.model_validate(settings)
+    shape = {"packing": "best_fit", "document_len": 16}
+    PlannedModel(str(model), tmp_path / "kept", lambda doing: None, **shape).count(config, "cpu")
+    assert [shape.get("document_len") for shape in counted] == [16 if attention else None]
+
+
 def test_a_model_is_counted_once(
     model: Path, tmp_path: Path, counted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
