@@ -4,7 +4,7 @@
 #   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u):$(id -g)" -v "$PWD:/workspace" \
 #       megatrain train my.yaml
 #
-# This file is checked by hadolint. It has never been built, and megatrain has never run on a GPU.
+# This file is checked by hadolint. It has never been built.
 FROM python:3.12-slim
 
 # A compiler for C: torch.compile and Triton build small programs with it. The newest of the distribution is right.
