@@ -173,7 +173,11 @@ inline at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool 
     char* to = is_ours(dst) ? Memory::get().of_kernels(dst.storage().data()) : host_bytes(dst);
     if (is_ours(self)) from += self.storage_offset() * self.itemsize();
     if (is_ours(dst)) to += dst.storage_offset() * dst.itemsize();
-    stream.push([=] { std::memcpy(to, from, nbytes); }, true);
+    char* here = host_bytes(host);  // CUDA's driver may fault here, or keep what it has mapped: both are the caller's fault
+    stream.push([=] {
+      if (!Locked::get().holds(here, nbytes)) Counts::add("copy of memory unlocked under it");
+      std::memcpy(to, from, nbytes);
+    }, true);
     PinnedAllocator::get().note_copy(host_bytes(host), Guard().getStream({kType, static_cast<c10::DeviceIndex>(device)}));
     return dst;
   }

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ import torch
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.activations import torch_state
+from megatrain.stream.activations.host_ring import HostBuffer, HostRing
 from megatrain.stream.lanes import AcceleratorLanes, Cause, Event
 from megatrain.stream.lanes.accelerator import HostWorker, StreamWorker
 from tests.families import FAMILIES
@@ -191,6 +193,33 @@ def test_a_copy_of_unlocked_memory_taken_as_asynchronous_is_counted(
     optimizer.step()
     engine.lanes.close()
     assert ("copy of unlocked memory" in host.native.take_counts()) is is_faulty
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_an_early_unlock_of_the_ring_is_counted(is_faulty: bool, monkeypatch: Patch) -> None:
+    """The copies of saved activations that are still to come use memory that the driver has let go."""
+    if is_faulty:
+        monkeypatch.setattr(HostBuffer, "unmake", lambda self, lanes: lanes.unlock(self.arena))
+    host.native.delay(*LATE_COPIES)
+    lanes = AcceleratorLanes(torch.device(TYPE))
+    ring = HostRing(lanes, None)
+    buffer, _ = ring.take([4096])
+    assert buffer is not None
+    there = torch.ones(4096, dtype=torch.uint8, device=TYPE)
+    host.native.take_counts()
+    is_launched = threading.Event()
+
+    def save() -> None:
+        lanes.copy(buffer.flat[:4096], there)
+        is_launched.set()
+
+    lanes.enqueue(Lane.SAVE, save, writes=[("offloaded", buffer.index)])
+    assert is_launched.wait(60)
+    ring.give_back(buffer)
+    ring.trim()
+    host.native.settle()
+    lanes.close()
+    assert ("copy of memory unlocked under it" in host.native.take_counts()) is is_faulty
 
 
 @pytest.mark.parity

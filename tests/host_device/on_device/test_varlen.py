@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatrain.config.attention import VARLEN
-from megatrain.model.documents import varlen
+from megatrain.model.documents import begins, varlen
 from megatrain.model.documents.able import has_varlen
 from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
 from megatrain.train.loop import train
@@ -80,6 +82,55 @@ def test_packed_rows_stream_to_the_bits_of_a_resident_model(activations: str) ->
     for name, master in engine.named_masters():
         assert_same_bits(master, reference.master(name), name)
     engine.detach()
+
+
+def shift_a_document(patch: pytest.MonkeyPatch) -> None:
+    """The second document is said to begin one token late."""
+    tell = begins._told
+
+    def wrong(*arguments: Any, **settings: Any) -> dict[str, Any]:
+        told = tell(*arguments, **settings)
+        starts = told["cu_seq_lens_q"].clone()
+        starts[1] += 1
+        return {**told, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+
+    patch.setattr(begins, "_told", wrong)
+
+
+def make_a_mask(patch: pytest.MonkeyPatch) -> None:
+    """The maker of masks does not hear that rows are packed."""
+    patch.setattr(varlen, "packed_now", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "shows"), [(shift_a_document, "loss"), (make_a_mask, "counts"), (lambda patch: None, "nowhere")]
+)
+def test_a_wrong_document_and_a_needless_mask_show(
+    fault: Callable[[pytest.MonkeyPatch], None], shows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = batch_of(cut(3, 9))
+    model, reference, engine, _ = start(
+        family="llama",
+        prepare=lambda model: set_attention(model, VARLEN),
+        device=TYPE,
+        precision="bf16",
+        activations="keep",
+        max_grad_norm=None,
+    )
+    told = {**batch, **told_of(batch["position_ids"]), "use_cache": False}
+    with documents(Packed(is_packed=True)):
+        expected = reference.forward_backward([told])
+    host.native.take_counts()
+    with monkeypatch.context() as patch:
+        fault(patch)
+        loss = engine.forward_backward([batch]).cpu()
+    calls = host.native.take_counts().get("varlen attention", 0)
+    engine.detach()
+    assert (calls == 0) is (shows == "counts")
+    if shows != "counts":  # with a mask the loss is another by rounding alone
+        assert torch.equal(loss, expected.cpu()) is (shows == "nowhere")
+    assert abs(float(loss) - float(expected)) < 1e-2 or shows == "loss"
+    assert model.config.num_hidden_layers == (calls or model.config.num_hidden_layers)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
