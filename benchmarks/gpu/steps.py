@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.run import Record, TimeLimitError, UnavailableError, limited, use_device
+from megatrain.hardware.environment import set_for_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 10.0
@@ -122,7 +123,7 @@ class Runner:
             environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         elif not self.is_dry:
             environment.pop("OMP_NUM_THREADS", None)  # rivals use torch's threads
-            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # cells fill the device
+        set_for_runs(environment)
         return environment
 
     # -- inside a process ----------------------------------------------------------------------------------

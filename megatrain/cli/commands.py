@@ -32,6 +32,7 @@ from megatrain.cli.ranks import join_ranks, leave_out_stacks, start_ranks
 from megatrain.cli.settings import given_settings, read_settings
 from megatrain.distributed.processes import tell_launcher
 from megatrain.errors import ConfigError, RankError, as_ours, is_text
+from megatrain.hardware.environment import set_for_runs
 from megatrain.recipes import place, recipes
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     the operating system from a place without `os_errors` is reported in a sentence here.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    set_for_runs()
     try:
         if (strange := next((each for each in given if not is_text(each)), None)) is not None:
             raise ConfigError(f"{strange!a} is not UTF-8 text; rename the file, or write it otherwise")

@@ -44,6 +44,10 @@ class Vendor:
     environment: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Variables that libraries of the vendor read when they start, with the values at which their results are
     the same in every run; the first is set where there is none."""
+    for_runs: Mapping[str, str] = field(default_factory=dict)
+    """Variables that they read too, with the values at which runs fit and overlap best."""
+    in_full: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Keeps products of fp32 from being computed in fewer bits."""
     repeats: Callable[[], AbstractContextManager[object]] = nullcontext
     """Holds what torch's own switch for deterministic algorithms leaves open."""
     collectives: str | None = None
@@ -107,6 +111,23 @@ def _cuda_repeats() -> Iterator[None]:
         torch.backends.cudnn.benchmark = held
 
 
+@contextmanager
+def _cuda_in_full() -> Iterator[None]:
+    """Turn TF32 off, which rounds the factors of fp32 products to 10 bits."""
+    import torch
+
+    of_cudnn: Any = torch.backends.cudnn
+    switches: list[Any] = [torch.backends.cuda.matmul, of_cudnn.conv, of_cudnn.rnn]
+    held = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for switch, precision in zip(switches, held, strict=True):
+            switch.fp32_precision = precision
+
+
 VENDORS: dict[str, Vendor] = {
     "cuda": Vendor(
         title="CUDA",
@@ -119,6 +140,13 @@ VENDORS: dict[str, Vendor] = {
             # transformers: what it asks of the flash-attn package
             "FLASH_ATTENTION_DETERMINISTIC": ("1",),
         },
+        for_runs={
+            # torch: what other rows leave free is used, whatever their length
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            # the driver: a hardware queue for each lane's stream; 8 serve more streams than that in turn
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        },
+        in_full=_cuda_in_full,
         repeats=_cuda_repeats,
         collectives="nccl",
         reach_each_other=_cuda_reach_each_other,
@@ -296,6 +324,16 @@ def free_bytes(device: torch.device) -> int:
 def peak_bytes(device: torch.device) -> int:
     """Return the most bytes that torch had allocated on an accelerator since `reset_peak_bytes`."""
     return int(device_module(device.type).max_memory_allocated(device))
+
+
+def allocator_counts(device: torch.device) -> tuple[int, int]:
+    """Return how often torch gave back what it kept, to find memory, and the bytes kept that nobody uses.
+
+    To give memory back it waits for the device.
+    """
+    stats = device_module(device.type).memory_stats(device)
+    unused = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+    return int(stats.get("num_alloc_retries", 0)), int(unused)
 
 
 def reset_peak_bytes(device: torch.device) -> None:

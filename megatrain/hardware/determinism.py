@@ -60,6 +60,16 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def in_full(device: torch.device) -> Iterator[None]:
+    """Let no product of fp32 be computed in fewer bits, whatever the process is set to (TF32 on NVIDIA's)."""
+    if device.type == "cpu":
+        yield
+        return
+    with _shared(f"{device.type} in full", vendor_of(device).in_full):
+        yield
+
+
+@contextmanager
 def _switched() -> Iterator[None]:
     import torch
 

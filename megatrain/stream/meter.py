@@ -17,6 +17,7 @@ from torch import Tensor
 from megatrain.config.policies import Policy
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
+from megatrain.hardware.accelerators import allocator_counts
 from megatrain.model.head import targets_of
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.state import Precision
@@ -107,6 +108,7 @@ class StepMeter:
         if self._open is not None:
             before = self._open.before
             self._open.moved = {name: now - before[name] for name, now in self._moved().items()}
+            self._open.moved["unused_device_bytes"] = self._allocator()[1]
 
     def drop(self) -> None:
         """Forget a step whose gradients were dropped."""
@@ -154,7 +156,12 @@ class StepMeter:
         moved: dict[str, int] = dict(vars(self._arrangement.counts))
         moved["drive_read_bytes"] += recalled
         moved["drive_write_bytes"] += stowed
+        moved["allocator_retries"] = self._allocator()[0]
         return {**moved, "saved_bytes": offloaded.saved_bytes, "restored_bytes": offloaded.restored_bytes}
+
+    def _allocator(self) -> tuple[int, int]:
+        device = self._arrangement.lanes.device
+        return (0, 0) if device.type == "cpu" else allocator_counts(device)
 
     # -- the report ------------------------------------------------------------------------------------------
 

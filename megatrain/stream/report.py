@@ -51,6 +51,12 @@ class StepReport:
     """New weights that were sent to other nodes."""
     swapped_bytes: int = 0
     """Given to the ranks that share out the same rows, and as many got from them."""
+    allocator_retries: int = 0
+    """How often torch gave back what it kept of the device's memory, to find some: it waits for the device
+    then. More than none in most steps means that the device is too full."""
+    unused_device_bytes: int = 0
+    """What torch keeps of the device's memory and nobody uses, at the step's end: what is left over between
+    tensors, and what the next step will use again."""
     seconds: float
     lane_seconds: Mapping[str, float]
     """How long each lane worked, by its name; waits do not count."""

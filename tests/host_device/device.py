@@ -110,6 +110,12 @@ def _module(native: Any) -> types.ModuleType:
         "max_memory_allocated": lambda device=None: native.peak(index_of(device)),
         "memory_allocated": lambda device=None: native.in_use(index_of(device)),
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(index_of(device)),
+        "memory_stats": lambda device=None: {
+            "num_alloc_retries": module.num_alloc_retries,
+            "reserved_bytes.all.current": native.peak(index_of(device)),
+            "allocated_bytes.all.current": native.in_use(index_of(device)),
+        },
+        "num_alloc_retries": 0,
         "empty_cache": lambda: None,
     }
     for name, value in names.items():

@@ -15,6 +15,7 @@ from megatrain.config.sizes import parse_limit
 from megatrain.errors import ConfigError, ModelError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hardware.determinism import set_environment
+from megatrain.hardware.environment import warn_of_unset
 from megatrain.model.blocks import find_blocks
 from megatrain.model.sequence.check import refuse_config, refuse_model
 from megatrain.store.placement import Tiers
@@ -143,6 +144,7 @@ def attach(
     if job.tiers is not None:
         _refuse_beside_drives(choice, job.optimizer)
     lanes = make_lanes(device, device_bytes)
+    warn_of_unset(lanes.device)
     if deterministic:
         set_environment(lanes.device)
     compiles = choice.is_compiled(compile, can_compile=can_compile(lanes.device))

@@ -27,7 +27,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.hardware.accelerators import vendor_of
-from megatrain.hardware.determinism import deterministic
+from megatrain.hardware.determinism import deterministic, in_full
 from megatrain.model.documents.able import require_able
 from megatrain.model.documents.begins import documents_known
 from megatrain.model.masks import long_masks_refused
@@ -104,6 +104,7 @@ def chosen_kernels(model: PreTrainedModel, device: torch.device, *, repeats: boo
     with ExitStack() as settings:
         settings.enter_context(long_masks_refused(model))
         settings.enter_context(documents_known())
+        settings.enter_context(in_full(device))
         if repeats:
             settings.enter_context(deterministic(device))
         settings.enter_context(attention_order(attention_of(device, repeats=repeats)))

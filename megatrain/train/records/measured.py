@@ -26,6 +26,8 @@ def measured(report: StepReport, *, model_flops: float, num_ranks: int) -> dict[
         "over_bound": report.over_bound,
         "fetch_bytes": report.fetch_bytes,
         "offload_bytes": report.offload_bytes,
+        "allocator_retries": report.allocator_retries,
+        "unused_device_bytes": report.unused_device_bytes,
         **({name: getattr(report, name) for name in AMONG_RANKS} if num_ranks > 1 else {}),
         "waits": dict(list(report.waits.items())[:_NUM_WAITS]),
         "lane_seconds": {name: round(busy_s, 6) for name, busy_s in report.lane_seconds.items()},

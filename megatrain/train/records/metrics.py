@@ -66,6 +66,10 @@ class StepMetrics:
     """The bytes copied to the device in the step: weights, and gradients that are still accumulated."""
     offload_bytes: int = 0
     """The bytes of gradients copied to the host in the step."""
+    allocator_retries: int = 0
+    """How often torch gave device memory back in the step, to find some, and waited for the device."""
+    unused_device_bytes: int = 0
+    """The bytes of device memory that torch keeps and nobody uses, at the step's end."""
     gathered_bytes: int | None = None
     """The bytes of weights received from other ranks of the node. This and the next fields are only in rows
     of several ranks; all bytes and times of a step are the first rank's."""

@@ -243,7 +243,8 @@ def count_live(model: PreTrainedModel, precision: Literal["fp32", "bf16"] = "fp3
     ],
 )
 def test_a_model_that_exists_costs_what_its_configuration_says(family: str) -> None:
-    config, shape = FAMILIES[family](), {"micro_batch_size": 2, "seq_len": 16, "precision": "fp32"}
+    config = FAMILIES[family]()
+    shape: dict[str, Any] = {"micro_batch_size": 2, "seq_len": 16, "precision": "fp32"}
     count_anatomy(config, **shape)  # the first of a process may hold 8 bytes more, of what is imported late
     counted = count_anatomy(config, **shape, device_type="cpu")
     live = count_live(make_model(config))

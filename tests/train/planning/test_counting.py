@@ -110,7 +110,7 @@ def test_attention_within_documents_is_counted_by_their_length(
     settings = CONFIG.model_dump()
     settings["model"]["attn_implementation"] = attention
     config = CONFIG.model_validate(settings)
-    shape = {"packing": "best_fit", "document_len": 16}
+    shape: dict[str, Any] = {"packing": "best_fit", "document_len": 16}
     PlannedModel(str(model), tmp_path / "kept", lambda doing: None, **shape).count(config, "cpu")
     assert [shape.get("document_len") for shape in counted] == [16 if attention else None]
 
