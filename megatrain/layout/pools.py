@@ -28,7 +28,7 @@ UPDATE_CHUNK_NUMEL = 1 << 22
 """Elements of a pass of an update on the device, at most. Where scratch memory is short, a tenth would do:
 it then moves about 30 MB, which takes as long as the launch of its kernel."""
 SQUARES_CHUNK_NUMEL = 1 << 22
-"""Elements of a rank's share that are rounded in one go, to bf16, and squared on the device, in fp64."""
+"""Elements of a gradient that are rounded in one go, to bf16, and squared on the device, in fp64."""
 ONE_SUM = SumRoom(whole=1)
 
 # -- on the device -------------------------------------------------------------------------------------------
@@ -95,9 +95,15 @@ def square_sums(num_blocks: int) -> int:
     return 8 * num_blocks
 
 
-def rounded_gradient(sizes: BlockBytes) -> int:
-    """Return the bytes that rounding a block's fp32 sums takes, as long as it lasts: those in bf16."""
-    return 2 * sizes.num_split
+def gradient_scratch(largest_numel: int) -> int:
+    """Return the bytes in which pieces of complete gradients are rounded and squared, one after the other.
+
+    A piece's elements in fp64, the root of their sum of squares, and the elements in bf16.
+
+    Args:
+        largest_numel: The number of state elements of the largest block.
+    """
+    return 10 * min(largest_numel, SQUARES_CHUNK_NUMEL) + 8
 
 
 def exchanged_sum(sizes: BlockBytes, exchange: Exchange) -> int:

@@ -55,17 +55,25 @@ def squares_of_chunks(pool: WorkerPool, flat: Tensor) -> NDArray[np.float64]:
     return sums
 
 
-def squares_on_device(flats: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of flat tensors on a device, without a wait, as a 0-dim float64 tensor there.
+def squares_on_device(flats: Iterable[Tensor], out: Tensor, scratch: Tensor) -> None:
+    """Write the sum of squares of flat tensors on a device into `out`, without a wait and an allocation.
 
     In fp64, like `sum_of_squares`, but added in the device's own order: the two differ in the last bits, and
-    their norms, which are rounded to fp32, in about one of a million steps.
+    their norms, which are rounded to fp32, in about one of a million steps. To be squared in fp64 a piece is
+    made fp64 first, in `scratch`; torch's norm would make all of the tensor so.
+
+    Args:
+        flats: (N,) bfloat16 or float32, each.
+        out: The 0-dim float64 tensor.
+        scratch: (M + 1,) float64, for pieces of M elements and the root of their sum.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    out.zero_()
+    pieces, root = scratch[:-1], scratch[-1]
     for flat in flats:
-        if flat.numel():
-            total += torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-    return total
+        for piece in flat.split(len(pieces)):
+            if len(piece):
+                wide = pieces[: len(piece)].copy_(piece)
+                out.addcmul_(torch.linalg.vector_norm(wide, out=root), root)
 
 
 def chunk_squares_on_device(flat: Tensor) -> Tensor:

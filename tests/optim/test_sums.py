@@ -48,13 +48,20 @@ def test_sum_of_squares_keeps_inf_and_nan(pool: WorkerPool, position: int) -> No
     assert str(sum_of_squares(pool, flat)) == "nan"
 
 
+def squared(parts: list[torch.Tensor], scratch_numel: int) -> float:
+    out = torch.full((), torch.nan, dtype=torch.float64)
+    squares_on_device(parts, out, torch.full((scratch_numel,), torch.nan, dtype=torch.float64))
+    return out.item()
+
+
 def test_a_device_s_norm_is_the_host_s(pool: WorkerPool) -> None:
     """What a device adds in another order is rounded to the same fp32 norm; it overflows no sooner either."""
     for seed in range(100):
         parts = [make_gradient(70_001, seed, torch.bfloat16), make_gradient(1_000, seed + 1, torch.float32)]
-        on_device = squares_on_device(parts, torch.device("cpu")).item()
-        assert global_norm([on_device]) == global_norm([sum(sum_of_squares(pool, part) for part in parts)])
-    assert squares_on_device([torch.full((4,), 1e30)], torch.device("cpu")).item() == pytest.approx(4e60)
+        on_host = global_norm([sum(sum_of_squares(pool, part) for part in parts)])
+        for scratch_numel in (100_000, 8_193):
+            assert global_norm([squared(parts, scratch_numel)]) == on_host
+    assert squared([torch.full((4,), 1e30), torch.zeros(0)], 3) == pytest.approx(4e60)
 
 
 NUMELS = [1, 15, 16, 17, 64, 32_768, 32_769 + 64, 300_003]

@@ -102,7 +102,7 @@ REFUSALS = {
 }
 """What the check before allocation says where a pool is too large, by run and place."""
 
-PASSING = {"square_sums", "rounded_gradient", "exchanged_sum", "rounded_share", "update_scratch"}
+PASSING = {"square_sums", "gradient_scratch", "exchanged_sum", "rounded_share", "update_scratch"}
 """Functions of what comes and goes on the device beside what autograd saves: all of it is estimated."""
 
 

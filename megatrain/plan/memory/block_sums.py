@@ -44,6 +44,7 @@ class BlockSums:
         self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), DEFAULT)
         self.totals = BlockTotals(block.sizes for block in self.blocks)
         self.num_blocks = len(self.blocks)
+        self.largest_numel = max((block.sizes.num_state for block in self.blocks), default=0)
         self._nodes: dict[tuple[int, int], tuple[BlockTotals | None, BlockTotals]] = {}
         self._ordered: dict[BlockTotals, BlockTotals] = {}
         self._drive_bytes: dict[tuple[object, ...], tuple[int, int]] = {}

@@ -73,7 +73,6 @@ class DevicePeaks:
         self._runs = layer_runs(anatomy, choice)
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._streams = choice.outer_streams
-        self._is_wide = batch.adds_up and anatomy.precision == "bf16"
         self._exchange = Exchange.of(batch)
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
         self._is_alone = self._exchange.num_ranks == 1
@@ -85,6 +84,8 @@ class DevicePeaks:
         self._scratch = self._scratch_of_layers()
         """Bytes that updates on the device still take while the forward is in each layer."""
         sums = pools.square_sums(self._block_sums.num_blocks)
+        if self._is_alone:
+            sums += pools.gradient_scratch(self._block_sums.largest_numel)
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
         self._travelling = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
         """Layers whose visits go to the host."""
@@ -145,24 +146,19 @@ class DevicePeaks:
         yield DevicePeak("update", working=self.constant + ids + after)
 
     def _rounded_bytes(self, *, is_resident: bool) -> Iterator[int]:
-        """Yield what rounding takes of each fp32 sum of gradients of resident blocks, or of streamed ones.
+        """Yield what ranks take to exchange and round each sum of resident blocks, or of streamed ones.
 
-        Among several ranks it is more: they exchange the sum first.
-
-        Those of streamed blocks are rounded on their way home; where they wait, there is their place.
+        A rank that is alone has scratch memory for it.
         """
-        first = self._block_sums.first_streamed(self._choice)
-        leaves = any(place != "device" for place in self._choice.gradients)
-        if self._is_alone and not is_resident and not (self._is_wide and leaves):
+        if self._is_alone:
             return
+        first = self._block_sums.first_streamed(self._choice)
         for number, is_outer in self._block_sums.sample(self._choice):
             if (is_outer or number < first) is is_resident:
                 yield self._completed_bytes(self._block_sums.blocks[number].sizes)
 
     def _completed_bytes(self, sizes: BlockBytes) -> int:
-        """Return what it takes to round a block's complete sum, which several ranks exchange first."""
-        if self._is_alone:
-            return pools.rounded_gradient(sizes)
+        """Return what several ranks take to make a block's sum complete: they exchange and round it."""
         exchanged = pools.exchanged_sum(sizes, self._exchange)
         rounded = pools.rounded_share(sizes, self._exchange.num_ranks)
         return exchanged + rounded if self._overlaps else max(exchanged, rounded)
@@ -355,9 +351,7 @@ class DevicePeaks:
 
     def _rounding(self, number: int, layer: Layer, place: int) -> int:
         """Return what is there when a layer's gradients are complete: exchanged, and rounded on their way."""
-        if place < self._m - 1:
-            return 0
-        if self._is_alone and (not self._is_wide or number < self._choice.resident_layers):
+        if self._is_alone or place < self._m - 1:
             return 0
         *parts, whole = layer.collect_bytes[self._runs[number].policy.name]
         if not self._choice.fragments:

@@ -166,11 +166,10 @@ def least_held(request: Request, tier: str) -> int | None:
     in a round of all micro-batches also their boundaries, as a step keeps its tokens.
     """
     count = request.batch.num_micro_batches
-    wide = request.batch.adds_up and request.anatomy.precision == "bf16"
 
     def leaving(choice: Choice) -> int:
         parts = [f for layer in request.anatomy.layers for f in layer.fragments]
-        sizes = [f.sizes.gradient_bytes + pools.rounded_gradient(f.sizes) * wide for f in parts]
+        sizes = [f.sizes.gradient_bytes for f in parts]
         if choice.fragments:
             return max(sizes)
         numbers = iter(sizes)

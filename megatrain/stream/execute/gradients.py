@@ -264,7 +264,7 @@ class Gradients:
         """Copy a gradient into its staging buffer, from its own place if it `waits` there (offload lane)."""
         sources = self.buffers.parts(block) if waits else self._own_sums(block, -1)
         for part, source in zip(self._own_part(block, staging), sources, strict=True):
-            self._lanes.copy(part, source.to(part.dtype))  # rounded before, so this changes nothing
+            self.shared.send(source, part)  # rounded before, so this changes nothing
         if waits:
             self._lanes.freed(self.buffers.waiting(block))
 

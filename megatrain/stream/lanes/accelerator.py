@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -269,13 +270,13 @@ class AcceleratorLanes(ThreadedLanes):
         with _on_stream(self._compute_stream):
             yield
 
-    def sum_of_squares(self, flats: Iterable[Tensor], out: Tensor) -> None:
+    def sum_of_squares(self, flats: Iterable[Iterable[Tensor]], out: Tensor, scratch: Tensor) -> None:
         """Sum on the device, in the current stream, without a wait of the host."""
         if self.squares_in_chunks:
-            sums = [tree_sum(chunk_squares_on_device(flat)) for flat in flats]
+            sums = [tree_sum(torch.cat([chunk_squares_on_device(piece) for piece in flat])) for flat in flats]
             out.copy_(reduce(torch.add, sums), non_blocking=True)
         else:
-            out.copy_(squares_on_device(flats, self.device), non_blocking=True)
+            squares_on_device(chain.from_iterable(flats), out, scratch)
 
     def squares_of_chunks(self, flat: Tensor) -> Tensor:
         """Sum on the device, in the current stream, by an order of our own."""

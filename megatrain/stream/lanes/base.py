@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatrain.errors import CapacityError
 from megatrain.optim.pool import default_pool
-from megatrain.optim.sums import squares_of_chunks, sum_of_squares
+from megatrain.optim.sums import squares_of_chunks
 from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
@@ -240,10 +241,18 @@ class Lanes(ABC):
         """Take buffers from `allocate` out of the account; the caller drops them."""
         self.device_bytes -= sum(buffer.numel() for buffer in buffers)
 
-    def sum_of_squares(self, flats: Iterable[Tensor], out: Tensor) -> None:
-        """Write the sum of squares of device tensors into `out`, a 0-dim float64 host or device tensor."""
+    def sum_of_squares(self, flats: Iterable[Iterable[Tensor]], out: Tensor, scratch: Tensor) -> None:
+        """Write the sum of squares of device tensors into `out`, a 0-dim float64 host or device tensor.
+
+        Args:
+            flats: Flat tensors, each in pieces of whole chunks, of which one is looked at before the next is
+                asked for.
+            out: Where the sum goes.
+            scratch: (M + 1,) float64 on the device, for pieces of M elements.
+        """
         pool = default_pool()
-        out.fill_(sum(sum_of_squares(pool, flat) for flat in flats))
+        sums = (chain.from_iterable(squares_of_chunks(pool, piece) for piece in flat) for flat in flats)
+        out.fill_(sum(map(math.fsum, sums)))
 
     def squares_of_chunks(self, flat: Tensor) -> Tensor:
         """Return the sum of squares of each chunk of a flat device tensor, in fp64, there."""

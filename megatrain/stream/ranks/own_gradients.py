@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class OwnGradients:
         self.shares = self.updated = [whole_share(layout.sizes) for layout in layouts]
         sums = torch.zeros(pools.square_sums(len(layouts)), dtype=torch.uint8, device=lanes.device)
         self._squares = sums.view(torch.float64)[: len(layouts)]
+        largest = max((layout.sizes.num_state for layout in layouts), default=0)
+        scratch = torch.empty(pools.gradient_scratch(largest), dtype=torch.uint8, device=lanes.device)
+        numel = min(largest, pools.SQUARES_CHUNK_NUMEL)
+        self._wide = scratch[: 8 * (numel + 1)].view(torch.float64)
+        self._low = scratch[8 * (numel + 1) :].view(torch.bfloat16)
 
     def block_size(self, block: int, *, is_streamed: bool, on_device: bool) -> BlockSize:
         """Return what a program needs to know of a block."""
@@ -50,10 +55,24 @@ class OwnGradients:
     def keep(self, block: int, sums: Tensor, kept: Sequence[Tensor]) -> None:
         """Round a complete sum on the device, copy it to the two places, and sum its squares."""
         edge = self._layouts[block].num_split
-        rounded = sums[:edge].to(torch.bfloat16), sums[edge:]
-        for place, part in zip(kept, rounded, strict=True):
-            self._lanes.copy(place, part)
-        self.sum_squares(block, rounded)
+        places = zip((sums[:edge], sums[edge:]), kept, strict=True)
+        self._square(block, [self._sent(part, place) for part, place in places])
+
+    def send(self, sums: Tensor, place: Tensor) -> None:
+        """Copy fp32 values on the device to a place on the host, each rounded to its dtype."""
+        for _ in self._sent(sums, place):
+            pass
+
+    def _sent(self, sums: Tensor, place: Tensor) -> Iterator[Tensor]:
+        """Yield what is sent, in pieces: each is there until the next is asked for."""
+        if place.dtype == sums.dtype:
+            self._lanes.copy(place, sums)
+            yield sums
+            return
+        for part, target in zip(sums.split(len(self._low)), place.split(len(self._low)), strict=True):
+            rounded = self._low[: len(part)].copy_(part)
+            self._lanes.copy(target, rounded)
+            yield rounded
 
     def hold(self, block: int, sums: Tensor, kept: Sequence[Tensor]) -> None:
         """Round a complete sum into two places on the device, and sum its squares."""
@@ -65,13 +84,16 @@ class OwnGradients:
     def round(self, block: int, sums: Tensor) -> None:
         """Round a complete sum to the working dtype where it is, and sum its squares."""
         edge = self._layouts[block].num_split
-        rounded = sums[:edge].to(torch.bfloat16)
-        sums[:edge].copy_(rounded)
-        self.sum_squares(block, (rounded, sums[edge:]))
+        for part in sums[:edge].split(len(self._low)):
+            part.copy_(self._low[: len(part)].copy_(part))
+        self.sum_squares(block, (sums[:edge], sums[edge:]))
 
     def sum_squares(self, block: int, parts: Sequence[Tensor]) -> None:
         """Sum the squares of a complete gradient on the device."""
-        self._lanes.sum_of_squares(parts, self._squares[block])
+        self._square(block, [(part,) for part in parts])
+
+    def _square(self, block: int, parts: Sequence[Iterable[Tensor]]) -> None:
+        self._lanes.sum_of_squares(parts, self._squares[block], self._wide)
 
     def note_squares(self, block: int, squares: float) -> None:
         """Take note of the sum of squares of a gradient that the host has completed."""

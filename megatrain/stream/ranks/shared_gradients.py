@@ -186,6 +186,10 @@ class SharedGradients(OwnGradients):
                 place = chunk + (own.start - start + at) // CUT_NUMEL
                 self._chunk_squares[place : place + len(squares)].copy_(squares)
 
+    def send(self, sums: Tensor, place: Tensor) -> None:
+        """Copy values on the device to a place on the host, each rounded to its dtype."""
+        self._lanes.copy(place, sums.to(place.dtype))
+
     def hold(self, block: int, sums: Tensor, kept: Sequence[Tensor]) -> None:
         """Do as `keep`, which leaves little on the device at a time."""
         self.keep(block, sums, kept)

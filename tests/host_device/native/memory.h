@@ -27,8 +27,16 @@ class Memory {
     return *memory;
   }
 
+  // Whether the calling thread may allocate: torch's allocator for CUDA keeps what was freed for its stream alone, so
+  // that a copy's stream, near a full device, would have all kept memory given back, which waits for the device.
+  static bool& refuses() {
+    static thread_local bool is_refusing = false;
+    return is_refusing;
+  }
+
   void* allocate(size_t nbytes, int device) {
     if (nbytes == 0) return nullptr;
+    TORCH_CHECK(!refuses(), "a lane that copies allocates ", nbytes, " bytes on the device");
     std::lock_guard<std::mutex> lock(mutex_);
     Arena& arena = arenas_[device];
     take_back(device);

@@ -80,6 +80,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [](int device) { Memory::get().reset_peak(device); });
   m.def("limit", [](int device) { return Memory::get().limit(device); });
   m.def("set_limit", [](int device, size_t nbytes) { Memory::get().set_limit(device, nbytes); });
+  m.def("refuse_allocations", [](bool is_refusing) { Memory::refuses() = is_refusing; });
   m.def("settle", [] {
     py::gil_scoped_release release;
     Streams::settle();
