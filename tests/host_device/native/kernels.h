@@ -317,6 +317,19 @@ inline at::Tensor grouped_mm(const at::Tensor& self, const at::Tensor& other, co
   return stack[0].toTensor();
 }
 
+// A reduction in another dtype: CUDA's kernels convert on the way from 16 bits to 32, and otherwise make a copy of all of
+// the tensor first (make_reduction and its like in ATen/native/ReduceOpsUtils.h and SharedReduceOps.h). The CPU's do not.
+template <int kDtype>
+void reduction(const c10::OperatorHandle& op, Stack* stack) {
+  auto first = stack->end() - op.schema().arguments().size();
+  auto self = first->toTensor();
+  if (const auto& dtype = *(first + kDtype); !dtype.isNone()) {
+    bool is_fused = self.itemsize() == 2 && dtype.toScalarType() == at::kFloat;
+    if (!is_fused) *first = self.to(dtype.toScalarType());
+  }
+  fallback(op, stack);
+}
+
 template <int kIsBackward>
 void convolution(const c10::OperatorHandle&, Stack* stack) {
   static auto forward = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");

@@ -31,6 +31,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_flash_attention_forward", torch::CppFunction::makeFromBoxedFunction<&varlen_attention>());
   m.impl("_flash_attention_backward", torch::CppFunction::makeFromBoxedFunction<&varlen_attention_backward>());
   m.impl("histc", histc);
+  m.impl("linalg_vector_norm", torch::CppFunction::makeFromBoxedFunction<&reduction<4>>());
+  m.impl("sum", torch::CppFunction::makeFromBoxedFunction<&reduction<1>>());
+  m.impl("sum.dim_IntList", torch::CppFunction::makeFromBoxedFunction<&reduction<3>>());
   m.impl("native_dropout", native_dropout);
   m.impl("_grouped_mm", grouped_mm);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution<0>>());
