@@ -16,8 +16,10 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.runs import require_power_of_two
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
+from megatrain.hardware.accelerators import can_compile
 from megatrain.hf.ranks import own_state
 from megatrain.store.placement import Tiers
+from megatrain.stream.lanes.devices import compute_device
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from megatrain.stream.lanes import Lanes
 
 _log = logging.getLogger(__name__)
+
+EVEN_TOKENS = 64
+"""Rows are padded to a multiple of so many tokens where their layers are compiled."""
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 """The values of `optim` that mean the optimizer `engine.adamw`."""
@@ -146,6 +151,28 @@ def mapped(args: TrainingArguments, ranks: Ranks | Alone = ALONE) -> TrainingArg
         args.accelerator_config.dispatch_batches = False
         args.distributed_state = own_state()
     return args
+
+
+def with_even_rows(given: dict[str, Any], megatrain: MegatrainArguments) -> None:
+    """Have the rows of a trainer padded to multiples of `EVEN_TOKENS`, where layers are compiled.
+
+    Each length of rows is compiled for itself. TRL's arguments that name a multiple keep it (1: no padding
+    to any), and so does a collator; what labels leave out, and the mask, is padded as they always do.
+
+    Args:
+        given: The arguments of the plain trainer, whose `args` are a copy; a collator is replaced by one.
+        megatrain: The trainer's own settings.
+    """
+    args = given["args"]
+    asked = args.device if megatrain.device is None else megatrain.device
+    device = compute_device(asked) if isinstance(asked, str) else getattr(asked, "device", asked)
+    if megatrain.compile == "off" or (megatrain.compile == "auto" and not can_compile(device)):
+        return
+    if getattr(args, "pad_to_multiple_of", 0) is None:
+        args.pad_to_multiple_of = EVEN_TOKENS
+    if getattr(given.get("data_collator"), "pad_to_multiple_of", 0) is None:
+        given["data_collator"] = copy.copy(given["data_collator"])
+        given["data_collator"].pad_to_multiple_of = EVEN_TOKENS
 
 
 def _refuse_for_ranks(args: TrainingArguments, ranks: Ranks | Alone) -> None:

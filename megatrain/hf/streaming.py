@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 
 from megatrain.config.read_choice import as_values
 from megatrain.errors import ConfigError
-from megatrain.hf.arguments import MegatrainArguments, mapped
+from megatrain.hf.arguments import MegatrainArguments, mapped, with_even_rows
 from megatrain.hf.batches.ahead import Turns
 from megatrain.hf.batches.evaluation import Predictions
 from megatrain.hf.batches.steps import StepGroup
@@ -94,6 +94,7 @@ class Streaming(_Base):
         self._ranks = join(args)
         self._control = FirstDecides(self._ranks, self)
         self._args = given["args"] = mapped(args, self._ranks)
+        with_even_rows(given, self._megatrain)
         self._clipped = self._args.max_grad_norm
         self._require_same()
         self._counts = what_counts(type(self))

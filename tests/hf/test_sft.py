@@ -29,7 +29,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl p
 
 from datasets import Dataset  # noqa: E402
 
-from megatrain.hf import StreamingSFTTrainer  # noqa: E402
+from megatrain.hf import MegatrainArguments, StreamingSFTTrainer  # noqa: E402
 
 
 def prompts(count: int = 22) -> Dataset:
@@ -230,3 +230,27 @@ def test_a_pretrained_model_on_gsm8k_equals_trl(tmp_path: Path) -> None:
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
     assert_same_weights(weights(resumed), weights(reference))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("compiles", "asked", "length"), [("on", None, 64), ("on", 8, 16), ("off", None, 15), ("auto", None, 15)]
+)
+def test_rows_are_even_where_layers_are_compiled(
+    compiles: str, asked: int | None, length: int, tmp_path: Path
+) -> None:
+    """Rows of 9 to 15 tokens; what is added has no label and is masked. On a CPU `auto` does not compile."""
+    trainer = StreamingSFTTrainer(
+        make_model(FAMILIES["llama_tied"]()),
+        arguments(tmp_path, trl.SFTConfig, bf16=False, pad_to_multiple_of=asked, max_length=64),
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        megatrain=MegatrainArguments(device="cpu", compile=compiles),
+    )
+    batches = list(trainer.get_train_dataloader())
+    assert max(batch["input_ids"].shape[1] for batch in batches) == length
+    for batch in batches:
+        is_added = batch["attention_mask"] == 0
+        assert (batch["labels"][is_added] == -100).all()
+        assert int((~is_added).sum()) <= batch["input_ids"].shape[0] * 15
+    trainer.engine.detach()

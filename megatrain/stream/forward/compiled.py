@@ -30,6 +30,8 @@ from megatrain.stream.forward.structure import Fingerprint, IndexWasRead, NotSha
 
 _log = logging.getLogger(__name__)
 
+_ANY = 1 << 30
+
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
@@ -79,19 +81,20 @@ class Compiler:
     """Compiles blocks, once for each structure and kind of call."""
 
     def __init__(
-        self, backend: str | Backend = "inductor", *, max_shapes: int = 8, max_operations: int = 5000
+        self, backend: str | Backend = "inductor", *, many_shapes: int = 8, max_operations: int = 5000
     ) -> None:
         """Prepare; nothing is compiled before a block is called.
 
         Args:
             backend: A torch.compile backend by name, or itself.
-            max_shapes: Kinds of calls (shapes of the inputs, with or without gradients) that are compiled for
-                one structure; all others run uncompiled, with one warning.
+            many_shapes: More kinds of calls than that of one structure (shapes of the inputs, with or without
+                gradients) are warned of. Each is compiled for its own shape, whatever came before, so that a
+                run that goes on from a checkpoint computes with the same code as one that was not stopped.
             max_operations: Longer graphs, which are loops over tokens that were unrolled, are not compiled;
                 that can take hours.
         """
         self._backend = backend
-        self._max_shapes = max_shapes
+        self._many_shapes = many_shapes
         self._max_operations = max_operations
         self._structures: dict[Hashable, Structure] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -149,11 +152,6 @@ class Compiler:
         """Whether a call of this kind runs compiled; a new kind is tried first, with the tensors in place."""
         if kind in structure.shapes:
             return True
-        if structure.fault is None and len(structure.shapes) >= self._max_shapes:
-            structure.fault = (
-                f"inputs of more than {self._max_shapes} shapes, and those met later are not compiled; "
-                "pad or pack sequences to one length"
-            )
         if structure.fault is None and not structure.is_probed:
             self._probe(structure, args, kwargs)
         if structure.fault is None and not structure.reads_index:
@@ -162,6 +160,7 @@ class Compiler:
             self.warn_once(structure.name, structure.fault)
         elif not structure.reads_index:
             structure.shapes.add(kind)
+            self._note_shapes(structure)
         return kind in structure.shapes
 
     def _compile(self, structure: Structure, number: int) -> Callable[..., Any]:
@@ -186,10 +185,21 @@ class Compiler:
         own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
         return torch.compile(own, backend=count, dynamic=False)
 
+    def _note_shapes(self, structure: Structure) -> None:
+        what = (structure.name, "shapes")
+        if len(structure.shapes) > self._many_shapes and what not in self._warned:
+            self._warned.add(what)
+            _log.warning(
+                "blocks of %s are compiled for each shape of their inputs, more than %d so far; pad rows to "
+                "multiples of more tokens (pad_to_multiple_of of a trainer's arguments), or pack them",
+                structure.name,
+                self._many_shapes,
+            )
+
     def _note_unforeseen(self, structure: Structure) -> None:
         structure.num_unforeseen += 1
         what = (structure.name, "unforeseen")
-        if structure.num_unforeseen > self._max_shapes and what not in self._warned:
+        if structure.num_unforeseen > self._many_shapes and what not in self._warned:
             self._warned.add(what)
             _log.warning(
                 "torch.compile makes new code for blocks of %s although their inputs keep their shapes (what "
@@ -231,7 +241,12 @@ class Compiler:
         start, graphs, breaks = time.perf_counter(), structure.num_graphs, _count_graph_breaks()
         structure.is_trying = True
         try:
-            with aside(structure.template, args, kwargs) as (own_args, own_kwargs), _no_advice():
+            with (
+                aside(structure.template, args, kwargs) as (own_args, own_kwargs),
+                _no_advice(),
+                # dynamo's own limit is 8, after which it runs what it has not compiled yet uncompiled
+                torch._dynamo.config.patch(recompile_limit=_ANY, accumulated_recompile_limit=_ANY),
+            ):
                 results = differentiable(structure.run(*own_args, **own_kwargs))
                 weights = [held[name] for held, name in structure.template.places]
                 inputs = differentiable([weights, own_args, own_kwargs])

@@ -361,16 +361,18 @@ def test_evaluation_takes_one_more_graph_and_generation_none() -> None:
 # -- ways out -----------------------------------------------------------------------------------------------
 
 
-def test_too_many_shapes_run_uncompiled_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    compiler = Compiler("aot_eager", max_shapes=2)
+def test_every_shape_is_compiled_and_many_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """More than dynamo's own limit; those met before are not compiled again."""
+    compiler = Compiler("aot_eager", many_shapes=2)
     layers = [Layer(number) for number in range(2)]
-    for rows in (1, 2, 3, 4, 1, 3):
+    for rows in (*range(1, 21), 1, 20, 7):
         x = torch.randn(rows, 4)
         for layer in layers:
             torch.testing.assert_close(compiler.runner(layer)(x), layer(x))
-    assert compiler.num_graphs == 2
+    assert compiler.num_graphs == 20
+    assert [structure.fault for structure in compiler.structures] == [None]
     (message,) = warnings_in(caplog)
-    assert "inputs of more than 2 shapes" in message
+    assert "compiled for each shape of their inputs, more than 2 so far; pad rows to multiples" in message
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
