@@ -164,7 +164,7 @@ def with_even_rows(given: dict[str, Any], megatrain: MegatrainArguments) -> None
         megatrain: The trainer's own settings.
     """
     args = given["args"]
-    asked = args.device if megatrain.device is None else megatrain.device
+    asked: Any = args.device if megatrain.device is None else megatrain.device
     device = compute_device(asked) if isinstance(asked, str) else getattr(asked, "device", asked)
     if megatrain.compile == "off" or (megatrain.compile == "auto" and not can_compile(device)):
         return
