@@ -34,7 +34,10 @@ IGNORED = -100
 """The label of a token that is not trained on, as in torch and transformers."""
 
 LOGITS_BYTES = 1 << 29
-"""The automatic chunk holds this much of fp32 logits."""
+"""The automatic chunk holds at most this much of fp32 logits."""
+
+_TILE_TOKENS = 256
+"""Rows of a tile of a large matrix product, on GPUs: a chunk of 1,046 tokens takes as long as one of 1,280."""
 
 _PROBE_TOKENS = 32
 _PROBE_TOLERANCE = 1e-4
@@ -72,9 +75,10 @@ class _Captured(BaseException):
 
 
 def chunk_tokens_of(config: PretrainedConfig) -> int:
-    """Return the tokens of an automatic chunk."""
+    """Return the tokens of an automatic chunk, whole tiles of them: they follow from the vocabulary alone."""
     vocab_size = int(getattr(config.get_text_config(), "vocab_size", 0) or 1)
-    return max(1, LOGITS_BYTES // (4 * vocab_size))
+    tokens = LOGITS_BYTES // (4 * vocab_size)
+    return tokens // _TILE_TOKENS * _TILE_TOKENS or max(1, tokens)
 
 
 class Head:
@@ -90,7 +94,7 @@ class Head:
 
         Args:
             model: The CausalLM.
-            chunk_tokens: Tokens per chunk; None: as many as make half a GiB of fp32 logits.
+            chunk_tokens: Tokens per chunk; None: `chunk_tokens_of`.
             stream_again: The function that is called once for the running micro-batch, and makes contexts in
                 which the model finds weights of its own for one chunk, so that the head's gradients add up in
                 fp32 instead of the working dtype.
