@@ -41,7 +41,7 @@ class _Entry(BlockVisit):
         super().__init__(attached.index, call.current.micro_batch, call)
         self.attached = attached
         self.trained = attached.trained_now()
-        self._is_backward = False
+        self.is_backward = False
         self._is_done = False
 
     def open_backward(self, *, is_again: bool = False) -> None:
@@ -51,8 +51,8 @@ class _Entry(BlockVisit):
                 f"a second backward through the same forward of block {self.attached.block.name}; its graph "
                 "is streamed once: run the forward again"
             )
-        if not self._is_backward:
-            self._is_backward = True
+        if not self.is_backward:
+            self.is_backward = True
             self.call.current.begin_backward()
             self.call.layer.executor.open(self, is_backward=True, is_again=is_again)
 
@@ -75,6 +75,8 @@ class LayerVisit:
         self.entries: list[_Entry] = []
         self.recomputed: list[_Entry] = []
         """Those that are on the device again, for their backward."""
+        self.addresses = range(0)
+        """Of the fragment's place that is open in the first run, or was last."""
         self._has_run = False
         self._key = -1
         """Name of what the visit saves."""
@@ -87,10 +89,12 @@ class LayerVisit:
         current.note(layer)
         self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
-        packed = boundaries.pack(
-            args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
-        )
-        call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
+        packed = call = None
+        if boundaries.packs:
+            packed = boundaries.pack(
+                args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
+            )
+            call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
         kept: AbstractContextManager[object]
         if policy.reruns:
             bring = None if packed is None else partial(boundaries.bring, packed)
@@ -135,13 +139,15 @@ class LayerVisit:
             layer.entering = held
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedWeight | Held:
-        for number, entry in enumerate(self.entries):
-            found = None if entry.place is None else SavedWeight.of(tensor, entry.place, number)
-            if found is not None:
-                return found
+        if tensor.data_ptr() in self.addresses:
+            number = len(self.entries) - 1  # the others are closed
+            place = self.entries[number].place
+            if place is not None:
+                return SavedWeight.of(tensor, place, number)
         if self.layer.policy.is_offloaded:
             return self.layer.offloaded.save(tensor, self._key)
-        return tensor.detach()  # a node that saved its own output, graph and all, would never be freed
+        # a node that saved its own output, graph and all, would never be freed
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _unpack(self, saved: Tensor | SavedWeight | Held) -> Tensor:
         if isinstance(saved, Tensor):
@@ -149,7 +155,8 @@ class LayerVisit:
         if isinstance(saved, Held):
             return self.layer.offloaded.load(saved)
         entry = self.entries[saved.entry]
-        entry.open_backward()
+        if entry.place is None or not entry.is_backward:
+            entry.open_backward()
         assert entry.place is not None, "a weight is needed after its block's backward has ended"
         return saved.found(entry.place)
 
@@ -186,6 +193,10 @@ class _Run:
         else:
             executor.open(entry, is_backward=False, is_again=self.is_recomputation)
         self._entry = entry
+        assert entry.place is not None
+        if not self.is_recomputation:
+            start = entry.place.data_ptr()
+            visit.addresses = range(start, start + entry.place.nbytes)
         aliases = executor.slots.aliases(block.index, entry.operation.slot)
         weights = stream_weights(aliases, entry.trained, entry.close_backward)
         self._places, found = block.fill(weights, visit.current.tensors)
