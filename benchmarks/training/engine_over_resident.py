@@ -4,11 +4,11 @@
         [--micro-batches 4] [--tokens 64] [--hidden 64] [--pairs 30] [--warm-up 3] [--profile] [--out FILE]
 
 Both train the same small llama in fp32 on the CPU with one thread, from the same weights on the same batches:
-the engine with all micro-batches in lockstep and every layer under one policy, the resident model with torch's
-fused AdamW and its clipping, both eager. Under `recompute` the resident model has
-`gradient_checkpointing_enable(use_reentrant=False)`, under `keep` it keeps what autograd saves. The
-layers are so small that nearly all of a step is Python and dispatch: what a small batch on a fast device
-waits for. Steps alternate, engine and resident, in one process. The time is that of all its threads, from one
+the engine with all micro-batches in lockstep and every layer under one policy, the resident model with
+torch's fused AdamW and its clipping, both eager. Under `recompute` the resident model has
+`gradient_checkpointing_enable(use_reentrant=False)`, under `keep` it keeps what autograd saves. The layers
+are so small that nearly all of a step is Python and dispatch: what a small batch on a fast device waits for.
+Steps alternate, engine and resident, in one process. The time is that of all its threads, from one
 `engine.sync()` to the next; the result is the median of the ratios within pairs.
 
 Calls are counted by `sys.setprofile` in one step of each after the pairs: of functions in Python, and of
@@ -143,7 +143,7 @@ class Resident:
     """The model as it is, in memory, under torch."""
 
     def __init__(self, model: PreTrainedModel, *, recomputes: bool) -> None:
-        """Switch its own checkpointing on or not; make torch's AdamW with the groups that the engine makes."""
+        """Switch its own checkpointing on or not; make torch's AdamW with the groups of the engine."""
         if recomputes:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._model = model

@@ -52,7 +52,8 @@ class Failure:
     def __init__(self) -> None:
         """Start without one."""
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The one that nobody was told."""
         self._failed_epoch = -1
         self.epoch = 0
 
@@ -61,7 +62,7 @@ class Failure:
         with self._lock:
             if epoch > self._failed_epoch:
                 self._failed_epoch = epoch
-                self._error = error
+                self.error = error
 
     def has_struck(self, epoch: int) -> bool:
         """Whether work of an epoch has failed."""
@@ -69,10 +70,10 @@ class Failure:
 
     def take(self) -> BaseException | None:
         """Return the error that nobody was told, and begin a new epoch if there is one."""
-        if self._error is None:
+        if self.error is None:
             return None
         with self._lock:
-            error, self._error = self._error, None
+            error, self.error = self.error, None
             self.epoch += 1
         return error
 
@@ -246,6 +247,8 @@ class ThreadedLanes(Lanes):
         return worker
 
     def _raise_failure(self) -> None:
+        if self._failure.error is None:
+            return
         error = self._failure.take()
         if error is not None:
             self._tell(error)
