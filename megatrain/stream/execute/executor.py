@@ -162,7 +162,8 @@ class Executor:
             is_backward: A claim that autograd visits the block.
             is_again: A claim that a forward that was run before runs again.
         """
-        self._pass_untrained(visit.call)
+        if self._pinned or self.open_visit is not None:
+            self._pass_untrained(visit.call)
         self._open(visit, is_backward=is_backward, is_again=is_again)
 
     def _open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool = False) -> None:
@@ -191,9 +192,7 @@ class Executor:
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
         if self.open_visit is not None and self.open_visit.operation.is_backward:
             self.close()
-        if not self._pinned:
-            return
-        for visit in [visit for visit in reversed(self._pinned) if visit.call is not call]:
+        for visit in self._pinned and [visit for visit in reversed(self._pinned) if visit.call is not call]:
             self._open(visit, is_backward=True)
             self.close()
 
@@ -213,7 +212,8 @@ class Executor:
             self._take(operation, grads)
         self.open_visit = visit.place = None
         self._advance()
-        self.begin_between()
+        if not self._is_between:
+            self.begin_between()
         if pins:
             self._pinned.append(visit)
 

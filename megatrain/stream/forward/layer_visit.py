@@ -79,7 +79,7 @@ class LayerVisit:
         """Of the fragment's place that is open in the first run, or was last."""
         self._has_run = False
         self._key = -1
-        """Name of what the visit saves."""
+        """Name of what the visit saves; -1: it saves nothing."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer under its policy."""
@@ -87,9 +87,10 @@ class LayerVisit:
             return self._run(*args, **kwargs)
         layer, current, policy = self.layer, self.current, self.layer.policy
         current.note(layer)
-        self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
         packed = call = None
+        if boundaries.packs or policy.is_offloaded:
+            self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         if boundaries.packs:
             packed = boundaries.pack(
                 args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
@@ -102,7 +103,7 @@ class LayerVisit:
             again = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
             kept = again.first_run(args, kwargs)
         else:
-            _refuse_autocast(layer.name, policy, device)
+            _refuse_autocast(layer, policy, device)
             kept = saved_tensors_hooks(self._pack, self._unpack)
         with kept:
             result = self._run(*args, **kwargs)
@@ -115,7 +116,7 @@ class LayerVisit:
             self.recomputed.pop()
         if self.recomputed:
             self.recomputed[-1].open_backward()
-        elif entry is self.entries[0]:
+        elif entry is self.entries[0] and self._key >= 0:
             self.layer.offloaded.leave(self._key)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,7 +189,7 @@ class _Run:
             entry = _Entry(visit, block)
             visit.entries.append(entry)
         self._count += 1
-        if self._stays_open:
+        if self.is_recomputation and self._stays_open:
             entry.open_backward(is_again=True)
         else:
             executor.open(entry, is_backward=False, is_again=self.is_recomputation)
@@ -204,8 +205,8 @@ class _Run:
 
     @property
     def _stays_open(self) -> bool:
-        """Whether the fragment that was entered last is recomputed in its backward's own visit."""
-        return self.is_recomputation and self._count == len(self._visit.entries)
+        """Whether the fragment that was recomputed last is so in its backward's own visit."""
+        return self._count == len(self._visit.entries)
 
     def restore(self) -> bool:
         """Give the modules their parameters back, and return whether the visit of a fragment is over.
@@ -217,10 +218,10 @@ class _Run:
             return False
         exchange(self._places, self._own)
         self._entry = None
-        return not self._stays_open
+        return not (self.is_recomputation and self._stays_open)
 
 
-def _refuse_autocast(name: str, policy: Policy, device: torch.device) -> None:
+def _refuse_autocast(layer: AttachedLayer, policy: Policy, device: torch.device) -> None:
     """Refuse to keep what is saved under autocast: copies of weights, which would stay on the device.
 
     Raises:
@@ -228,6 +229,6 @@ def _refuse_autocast(name: str, policy: Policy, device: torch.device) -> None:
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device.type):
         raise ConfigError(
-            f"activations={policy.name} under torch.autocast: autograd would keep a cast copy of every "
-            f"weight of {name}; use activations={RECOMPUTE.name}, or precision=bf16 in place of autocast"
+            f"activations={policy.name} under torch.autocast: autograd would keep a cast copy of every weight "
+            f"of {layer.name}; use activations={RECOMPUTE.name}, or precision=bf16 in place of autocast"
         )

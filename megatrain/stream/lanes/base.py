@@ -43,7 +43,7 @@ class Event:
     """Set when the work before this point is done, or, in a stream, launched with `native` behind it. None:
     the work was done before the event was made."""
     native: Any = None
-    """The device's own event, valid once `launched` is set; None: `launched` says that the work is done."""
+    """The device's own mark, valid once `launched` is set; None: `launched` says that the work is done."""
     done_s: float = 0.0
     """When the work was done; emulated lanes only."""
 

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -33,14 +33,8 @@ from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes.base import Event, Lanes, OrderingError
 from megatrain.stream.lanes.records import Cause, Recorder
 
-
-class _Task(NamedTuple):
-    """One thing for a thread to do."""
-
-    run: Callable[[], None]
-    epoch: int
-    is_work: bool
-    """Left out after a failure."""
+_Task: TypeAlias = tuple[Callable[[], None], int, bool]
+"""One thing for a thread to do, its epoch, and whether it is work, which is left out after a failure."""
 
 
 class Failure:
@@ -99,21 +93,22 @@ class Worker(ABC):
 
     def wait(self, event: Event, cause: Cause) -> None:
         """Hold up what comes after until `event`."""
-        self._add(partial(self._wait, event, cause))
+        self._batch.append((partial(self._wait, event, cause), self._failure.epoch, False))
 
     def submit(self, function: Callable[[], object], work: float, label: object, enqueued_s: float) -> None:
         """Run a function that was enqueued at some time, unless an operation fails before."""
-        self._add(partial(self._run, function, work, label, enqueued_s), is_work=True)
+        run = partial(self._run, function, work, label, enqueued_s)
+        self._batch.append((run, self._failure.epoch, True))
 
     def record(self, event: Event) -> None:
         """Set `event` after what came before."""
-        self._add(partial(self._set, event))
+        self._batch.append((partial(self._set, event), self._failure.epoch, False))
         self._hand_over()
 
     def mark(self) -> threading.Event:
         """Return an event that is set when the thread has got through what came before."""
         mark = threading.Event()
-        self._add(mark.set)
+        self._batch.append((mark.set, self._failure.epoch, False))
         self._hand_over()
         return mark
 
@@ -126,9 +121,6 @@ class Worker(ABC):
         """Wait until the thread has ended."""
         self._thread.join()
 
-    def _add(self, run: Callable[[], None], *, is_work: bool = False) -> None:
-        self._batch.append(_Task(run, self._failure.epoch, is_work))
-
     def _hand_over(self) -> None:
         if self._batch:  # an operation with its waits: the thread is woken once, and not for each
             self._batches.put(self._batch)
@@ -138,13 +130,13 @@ class Worker(ABC):
         # Grad mode, current device and current stream are a thread's own, not those of the launching one.
         with torch.no_grad(), self._context():
             while batch := self._batches.get():
-                for task in batch:
-                    if not task.is_work or not self._failure.has_struck(task.epoch):
+                for run, epoch, is_work in batch:
+                    if not is_work or not self._failure.has_struck(epoch):
                         try:
-                            task.run()
+                            run()
                         except BaseException as error:  # raised in the launching thread
-                            self._failure.carry(error, task.epoch)
-                del batch, task  # an idle lane must not keep the last operation's tensors alive
+                            self._failure.carry(error, epoch)
+                del batch, run  # an idle lane must not keep the last operation's tensors alive
 
     def _context(self) -> AbstractContextManager[object]:
         return nullcontext()
