@@ -21,7 +21,7 @@ PACKAGE = str(Path(megatrain.__file__).parent)
 NUM_LAYERS = 12
 MOST = {"keep": 200, "recompute": 230}
 """Calls per visit of a layer, forward or backward, of everything that a step does on one micro-batch. When
-this was first counted it was 433 under `keep`, and 476 under `recompute`, whose backward runs the layer again."""
+this was first counted it was 433 under `keep`, and 476 under `recompute`, which runs the layer again."""
 
 
 def count_calls(activations: str, precision: str, num_layers: int = NUM_LAYERS) -> int:

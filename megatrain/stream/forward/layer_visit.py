@@ -229,6 +229,7 @@ def _refuse_autocast(layer: AttachedLayer, policy: Policy, device: torch.device)
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device.type):
         raise ConfigError(
-            f"activations={policy.name} under torch.autocast: autograd would keep a cast copy of every weight "
-            f"of {layer.name}; use activations={RECOMPUTE.name}, or precision=bf16 in place of autocast"
+            f"activations={policy.name} under torch.autocast: autograd would keep a cast copy of every "
+            f"weight of {layer.name}; use "
+            f"activations={RECOMPUTE.name}, or precision=bf16 in place of autocast"
         )
