@@ -14,7 +14,7 @@ from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
 TASK_NUMEL = 1 << 22
 """Elements per task at most: some milliseconds of work. To begin one takes the interpreter's lock, for which
 a busy Python thread may keep the others waiting."""
-MIN_TASK_NUMEL = 1 << 14
+MIN_TASK_NUMEL = 1 << 16
 """Elements per task at least: below it, handing a task over costs more than it saves."""
 ALIGN_NUMEL = 64
 """Tasks begin at multiples of this: no two threads write to one cache line of an aligned plane."""

@@ -135,7 +135,7 @@ class DeviceSpans:
             pending.popleft()
             start_s = self._seconds(start)
             end_s = start_s + start.event.elapsed_time(end.event) / 1e3
-            self._recorder.span(lane, label, start_s, end_s, work)
+            self._recorder.note((lane, label, start_s, end_s, work))
 
     def _seconds(self, mark: Mark) -> float:
         """Return the host's time of a mark that is passed; the time is negative before the reference."""
@@ -390,10 +390,14 @@ class AcceleratorLanes(ThreadedLanes):
     def _wait_now(self, event: Event, cause: Cause) -> None:
         start_s = time.perf_counter()
         assert event.launched is not None
-        event.launched.wait()  # before anything is read of the event: its lane fills it in
+        blocks = not event.launched.is_set()
+        if blocks:
+            event.launched.wait()  # before anything is read of the event: its lane fills it in
         if event.native is not None and cause.waiting is Lane.CALLER:
             until_done(event.native.event)
-        self._recorder.waited(cause, start_s)
+            blocks = True
+        if blocks:
+            self._recorder.waited(cause, start_s)
         if event.native is not None and cause.waiting is Lane.COMPUTE:
             self._stream(Lane.COMPUTE).wait_event(event.native.event)
         self._raise_failure()

@@ -165,6 +165,10 @@ _log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 5e-4
 
+_LAUNCHED = threading.Event()
+"""Of all events of the launching thread: nobody waits until it has launched what it has launched."""
+_LAUNCHED.set()
+
 _OPEN: weakref.WeakSet[ThreadedLanes] = weakref.WeakSet()
 
 
@@ -228,7 +232,7 @@ class ThreadedLanes(Lanes):
     def _make_worker(self, lane: Lane) -> Worker: ...
 
     def _is_threaded(self, lane: Lane) -> bool:
-        return lane not in (Lane.COMPUTE, Lane.CALLER)
+        return lane is not Lane.COMPUTE and lane is not Lane.CALLER
 
     def _worker(self, lane: Lane) -> Worker:
         worker = self._workers.get(lane)
@@ -261,17 +265,17 @@ class ThreadedLanes(Lanes):
         return time.perf_counter()
 
     def _record(self, lane: Lane) -> Event:
-        event = Event(lane, is_recorded=True, launched=threading.Event())
         if self._is_threaded(lane):
+            event = Event(lane, is_recorded=True, launched=threading.Event())
             self._worker(lane).record(event)
         else:
+            event = Event(lane, is_recorded=True, launched=_LAUNCHED)
             self._set_now(event)
         return event
 
     def _set_now(self, event: Event) -> None:
-        assert event.launched is not None
+        """Complete an event of the launching thread, which has launched what comes before it."""
         event.done_s = time.perf_counter()
-        event.launched.set()
 
     def _wait(self, lane: Lane, event: Event, cause: Cause) -> None:
         if not event.is_recorded:
