@@ -1,13 +1,14 @@
-"""What streaming costs in CPU time: a step of the engine over a resident one under torch's checkpoint.
+"""What streaming costs in CPU time: a step of the engine over a resident one that keeps as much.
 
-    python -m benchmarks.training.engine_over_resident [--layers 24] [--micro-batches 4] [--tokens 64]
-        [--hidden 64] [--pairs 30] [--warm-up 3] [--profile] [--out FILE]
+    python -m benchmarks.training.engine_over_resident [--activations recompute] [--layers 24]
+        [--micro-batches 4] [--tokens 64] [--hidden 64] [--pairs 30] [--warm-up 3] [--profile] [--out FILE]
 
 Both train the same small llama in fp32 on the CPU with one thread, from the same weights on the same batches:
-the engine with all micro-batches in lockstep and every layer recomputed, the resident model with
-`gradient_checkpointing_enable(use_reentrant=False)`, torch's fused AdamW and its clipping, both eager. The
-layers are so small that nearly all of a step is Python and dispatch: what a small batch on a fast device
-waits for. Steps alternate, engine and resident, in one process. The time is that of all its threads, from one
+the engine with all micro-batches in lockstep and every layer under one policy, the resident model with
+torch's fused AdamW and its clipping, both eager. Under `recompute` the resident model has
+`gradient_checkpointing_enable(use_reentrant=False)`, under `keep` it keeps what autograd saves. The layers
+are so small that nearly all of a step is Python and dispatch: what a small batch on a fast device waits for.
+Steps alternate, engine and resident, in one process. The time is that of all its threads, from one
 `engine.sync()` to the next; the result is the median of the ratios within pairs.
 
 Calls are counted by `sys.setprofile` in one step of each after the pairs: of functions in Python, and of
@@ -40,6 +41,7 @@ def main() -> None:
     """Measure both and compare them."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--activations", choices=["recompute", "keep"], default="recompute")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64, help="of a micro-batch, which is one row")
@@ -52,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sides = {
         "engine": Engine(make_model(arguments), arguments),
-        "resident": Resident(make_model(arguments)),
+        "resident": Resident(make_model(arguments), recomputes=arguments.activations == "recompute"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(arguments.warm_up + arguments.pairs):
@@ -119,9 +121,10 @@ class Engine:
     """The model under megatrain."""
 
     def __init__(self, model: PreTrainedModel, arguments: argparse.Namespace) -> None:
-        """Attach it: two slots, every layer recomputed, all micro-batches in lockstep."""
+        """Attach it: two slots, every layer under the same policy, all micro-batches in lockstep."""
         number, layers = arguments.micro_batches, arguments.layers
-        choice = Choice(lockstep=number, activations=("recompute",) * layers).with_defaults(num_layers=layers)
+        policies = (arguments.activations,) * layers
+        choice = Choice(lockstep=number, activations=policies).with_defaults(num_layers=layers)
         batch = StepBatch(micro_batch_size=1, seq_len=arguments.tokens, num_micro_batches=number)
         self._engine = megatrain.attach(model, choice, batch=batch, compile="off")
         self._optimizer = self._engine.adamw(
@@ -139,9 +142,10 @@ class Engine:
 class Resident:
     """The model as it is, in memory, under torch."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Switch its own checkpointing on, and make torch's AdamW with the groups that the engine makes."""
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    def __init__(self, model: PreTrainedModel, *, recomputes: bool) -> None:
+        """Switch its own checkpointing on or not; make torch's AdamW with the groups of the engine."""
+        if recomputes:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._model = model
         decayed = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
         exempt = [parameter for parameter in model.parameters() if parameter.ndim < 2]

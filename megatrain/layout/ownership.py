@@ -43,7 +43,7 @@ class Share:
     @property
     def ranges(self) -> tuple[range, ...]:
         """Return the ranges that hold something, of the two."""
-        return tuple(part for part in (self.split, self.full) if part)
+        return tuple([part for part in (self.split, self.full) if part])
 
     @property
     def sizes(self) -> BlockBytes:
@@ -69,8 +69,12 @@ class Share:
 
     def cut(self, start: int, stop: int) -> list[range]:
         """Return what of the state range `[start, stop)` is in the share."""
-        parts = (range(max(start, part.start), min(stop, part.stop)) for part in self.ranges)
-        return [part for part in parts if part]
+        parts = []
+        for part in (self.split, self.full):
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first < last:
+                parts.append(range(first, last))
+        return parts
 
     def moved(self, edge: Callable[[int], int]) -> Share:
         """Return the share with its edges where a function moves them: up, by less than it is long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -23,24 +24,54 @@ def with_own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
             break
     else:  # as in most calls
         return args, kwargs
-    device = next((value.device for value in given if isinstance(value, Tensor)), torch.device("cpu"))
-    args = tuple(_own_cache(value, device) if isinstance(value, Cache) else value for value in args)
+    device = torch.device("cpu")
+    for value in given:
+        if isinstance(value, Tensor):
+            device = value.device
+            break
+    args = tuple([_own_cache(value, device) if isinstance(value, Cache) else value for value in args])
     return args, {
         key: _own_cache(value, device) if isinstance(value, Cache) else value for key, value in kwargs.items()
     }
 
 
+class _OwnParts(list[Any]):
+    """The parts of a cache, one per layer, each copied when it is first asked for: a layer uses its own."""
+
+    def __init__(self, held: list[Any], device: torch.device) -> None:
+        super().__init__(held)
+        self._held = {id(part): part for part in held}
+        self._device = device
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return [self[number] for number in range(*key.indices(len(self)))]
+        found = super().__getitem__(key)
+        if id(found) in self._held:
+            found = self[key] = _own_cache(found, self._device)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+
 def _own_cache(held: Any, device: torch.device) -> Any:
     """Copy a cache's structure, its layers and their containers, but no tensor."""
+    kind = held.__class__
+    if kind is list and held and _is_part_of_cache(held[0].__class__):
+        return _OwnParts(held, device)
     if isinstance(held, (list, tuple)):
-        return type(held)(_own_cache(value, device) for value in held)
+        return kind([_own_cache(value, device) for value in held])
     if isinstance(held, dict):
         return {key: _own_cache(value, device) for key, value in held.items()}
-    if not _is_part_of_cache(held.__class__):
+    if not _is_part_of_cache(kind):
         return held
     own = copy.copy(held)
-    vars(own).update({name: _own_cache(value, device) for name, value in vars(held).items()})
-    if isinstance(vars(own).get(_WINDOW), Tensor):
+    fields = vars(own)
+    for name, value in fields.items():
+        if isinstance(value, (list, tuple, dict)) or _is_part_of_cache(value.__class__):
+            fields[name] = _own_cache(value, device)
+    if isinstance(fields.get(_WINDOW), Tensor):
         setattr(own, _WINDOW, _window_on(device, held.sliding_window))
     return own
 

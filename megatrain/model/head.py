@@ -37,7 +37,7 @@ LOGITS_BYTES = 1 << 29
 """The automatic chunk holds at most this much of fp32 logits."""
 
 _TILE_TOKENS = 256
-"""Rows of a tile of a large matrix product, on GPUs: a chunk of 1,046 tokens takes as long as one of 1,280."""
+"""Rows of a tile of a large matrix product on GPUs, where 1,046 tokens take as long as 1,280."""
 
 _PROBE_TOKENS = 32
 _PROBE_TOLERANCE = 1e-4

@@ -61,6 +61,8 @@ class WorkerPool:
             BaseException: A task raised it, as the first; every running task has ended by then (so no thread
                 still writes to the caller's buffers); tasks not yet begun are dropped.
         """
+        if len(tasks) <= 1:
+            return [task() for task in tasks]
         job = _Job(tasks)
         for _ in range(min(len(self._workers), len(tasks) - 1)):
             self._jobs.put(job)

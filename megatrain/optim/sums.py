@@ -38,7 +38,7 @@ def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
     Returns:
         The sum, with each square exact and all additions in fp64; inf or nan if an element is.
     """
-    return math.fsum(squares_of_chunks(pool, flat))
+    return math.fsum(squares_of_chunks(pool, flat)) if flat.numel() else 0.0
 
 
 def squares_of_chunks(pool: WorkerPool, flat: Tensor) -> NDArray[np.float64]:

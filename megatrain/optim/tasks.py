@@ -14,7 +14,7 @@ from megatrain.optim.pool import TASKS_PER_THREAD, WorkerPool
 TASK_NUMEL = 1 << 22
 """Elements per task at most: some milliseconds of work. To begin one takes the interpreter's lock, for which
 a busy Python thread may keep the others waiting."""
-MIN_TASK_NUMEL = 1 << 14
+MIN_TASK_NUMEL = 1 << 16
 """Elements per task at least: below it, handing a task over costs more than it saves."""
 ALIGN_NUMEL = 64
 """Tasks begin at multiples of this: no two threads write to one cache line of an aligned plane."""
@@ -46,7 +46,9 @@ def run_pieces(
             if filled >= task_numel:
                 tasks.append([])
                 filled = 0
-    pool.run([functools.partial(_call_all, calls) for calls in tasks if calls])
+    if not tasks[-1]:
+        tasks.pop()
+    pool.run([calls[0] if len(calls) == 1 else functools.partial(_call_all, calls) for calls in tasks])
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:
@@ -56,8 +58,19 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
 
 def bits_of(plane: Tensor) -> Any:
     """Return a NumPy view of a plane, bf16 as int16."""
-    plane = plane.detach()
-    return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
+    return all_bits_of(plane)[0]
+
+
+def all_bits_of(*planes: Tensor | None) -> list[Any]:
+    """Return NumPy views of planes, bf16 as int16; None of None."""
+    found: list[Any] = []
+    for plane in planes:
+        if plane is None:
+            found.append(None)
+            continue
+        plane = plane.detach()
+        found.append((plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy())
+    return found
 
 
 def check_flat(name: str, plane: Tensor) -> None:

@@ -361,6 +361,8 @@ class HostState:
 
     def mark_changed(self, *blocks: int) -> None:
         """Take note that what is in RAM of blocks, or of all if none is given, may differ from its image."""
+        if not self.has_drives:
+            return
         for block in blocks or range(len(self.layouts)):
             self.changed |= self.on_drives.copied(block)
 

@@ -110,6 +110,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._group_of = {
             name: number for number, group in enumerate(self.param_groups) for name in group["names"]
         }
+        self._updated = [
+            [
+                (entry.name, self._group_of[entry.name], start, start + aligned(entry.numel))
+                for entry in state.layout.trained
+                if entry.name in self._group_of and (start := entry.state_offset) is not None
+            ]
+            for state in executor.host.blocks
+        ]
+        """By block: its parameters in a group, with that and their state ranges `[start, stop)`."""
         self.steps = dict.fromkeys(managed, 0)
         """Updates that each parameter has had: the t of its bias correction."""
         executor.host.allocate_planes(optimizer)
@@ -279,23 +288,21 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self, block: int, groups: Sequence[Mapping[str, Any]], present: Set[str], scale: float
     ) -> list[tuple[RangeStep, int, int]]:
         """Count one more update of the parameters in `present`, and list the state ranges that it covers."""
-        layout = self._executor.host.blocks[block].layout
+        num_split = self._executor.host.blocks[block].layout.num_split
         runs: list[tuple[tuple[int, int], int, int]] = []
         keys: dict[int, tuple[int, int]] = {}
-        for entry in layout.trained:
-            if entry.name not in present or entry.name not in self._group_of:
+        for name, group, start, stop in self._updated[block]:
+            if name not in present:
                 continue
-            self.steps[entry.name] += 1
-            key = (self._group_of[entry.name], self.steps[entry.name])
-            assert entry.state_offset is not None
-            stop = entry.state_offset + aligned(entry.numel)
-            adjoins = runs and runs[-1][0] == key and runs[-1][2] == entry.state_offset != layout.num_split
+            self.steps[name] += 1
+            key = (group, self.steps[name])
+            adjoins = runs and runs[-1][0] == key and runs[-1][2] == start != num_split
             if adjoins and not self.kind.draws_noise:
                 runs[-1] = (key, runs[-1][1], stop)
             else:
-                runs.append((key, entry.state_offset, stop))
+                runs.append((key, start, stop))
                 if self.kind.draws_noise:  # a range is one parameter: its own key and scales
-                    keys[entry.state_offset] = rounding_key(self._seed, entry.name, key[1])
+                    keys[start] = rounding_key(self._seed, name, key[1])
         own = self._executor.gradients.shared.updated[block]
         cut = [(key, start, part) for key, start, stop in runs for part in own.cut(start, stop)]
         return [

@@ -230,6 +230,8 @@ class ThreadNeighbours:
 class RankLanes(InlineLanes):
     """Lanes of one rank whose order is proved among all ranks; `CheckedLanes` proves that of one."""
 
+    are_ordered = are_proved = True
+
     def __init__(
         self, turns: Turns, rank: int, *, skips: tuple[Lane, str] | None = None, checks: bool = True
     ) -> None:

@@ -140,7 +140,7 @@ class Optimizer:
     @property
     def has_scales(self) -> bool:
         """Whether elements share scales, which a cut must not divide."""
-        return any(plane.is_scale for plane in self.planes.values())
+        return True in [plane.is_scale for plane in self.planes.values()]
 
     @property
     def bytes_per_element(self) -> float:

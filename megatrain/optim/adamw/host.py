@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.optim.pool import WorkerPool
-from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
+from megatrain.optim.tasks import ALIGN_NUMEL, all_bits_of, check_flat, check_host, run_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class AdamWStep:
             self.eps,
             -(self.lr / correction1),
         )
-        return tuple(np.float32(value) for value in exact)
+        return tuple(map(np.float32, exact))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +112,15 @@ class Planes:
             plane = getattr(self, name)
             if plane is not None:
                 assert plane.dtype in dtypes, f"{name} is {plane.dtype}, not one of {dtypes}"
-                check_flat(name, plane)
+                assert plane.dim() == 1, f"{name} is not flat: {tuple(plane.shape)}"
+                assert plane.is_contiguous(), f"{name} is not contiguous: {plane.stride()}"
                 assert plane.numel() == self.working.numel(), f"{name} has {plane.numel()} elements"
                 assert plane.device == self.working.device, f"{name} is on {plane.device}"
         if mean != torch.float32:
             assert self.working.numel() % ALIGN_NUMEL == 0, f"{self.working.numel()} elements"
+        has_codes = mean == torch.uint8
         for scale in (self.exp_avg_scale, self.exp_avg_sq_scale):
-            assert (scale is not None) == self.has_codes, "scales go with codes"
+            assert (scale is not None) == has_codes, "scales go with codes"
             if scale is not None:
                 check_flat("scale", scale)
                 assert scale.dtype == torch.float32, f"scale is {scale.dtype}"
@@ -151,7 +153,8 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
         check_host("planes", planes.working)
         pieces.append(_kernel(hyper, planes))
         numels.append(planes.working.numel())
-        align = max(align, SCALE_NUMEL if planes.has_codes else 1)
+        if planes.exp_avg_scale is not None:
+            align = max(align, SCALE_NUMEL)
     run_pieces(pool, pieces, numels, align)
 
 
@@ -159,19 +162,14 @@ def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:
     """Return the call that updates elements [start, stop) of a range."""
     from megatrain.optim.adamw import kernels
 
-    masters = _bits(planes.working), _bits(planes.remainder)
-    averages = _bits(planes.exp_avg), _bits(planes.exp_avg_sq)
-    gradient = _bits(planes.gradient)
+    state = all_bits_of(planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq)
+    (gradient,) = all_bits_of(planes.gradient)
     if planes.exp_avg.dtype == torch.float32:
-        return functools.partial(kernels.update, hyper.scalars(), *masters, *averages, gradient)
+        return functools.partial(kernels.update, hyper.scalars(), *state, gradient)
     from megatrain.optim.adamw import compressed
 
     assert hyper.noise[2] % ALIGN_NUMEL == 0, f"the range begins at element {hyper.noise[2]}"
     kernel = compressed.update_int8 if planes.has_codes else compressed.update_bf16
-    scales = [_bits(scale) for scale in (planes.exp_avg_scale, planes.exp_avg_sq_scale) if scale is not None]
-    return functools.partial(kernel, hyper.scalars(), hyper.noise, *masters, *averages, *scales, gradient)
-
-
-def _bits(plane: Tensor | None) -> Any:
-    """Return a NumPy view of the plane, bf16 as int16; None of None."""
-    return None if plane is None else bits_of(plane)
+    scales = [] if planes.exp_avg_scale is None else [planes.exp_avg_scale, planes.exp_avg_sq_scale]
+    arrays = *state, *all_bits_of(*scales), gradient
+    return functools.partial(kernel, hyper.scalars(), hyper.noise, *arrays)

@@ -94,8 +94,15 @@ class Parts(Protocol):
     counts: Any
 
 
+class _Known:
+    """What an operation knows of itself once it was asked, which is no part of what it is."""
+
+    __slots__ = ("_touched",)
+    _touched: Touched
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
+class Operation(_Known):
     """One operation. A kind derives from this, with a label and a lane of its own.
 
     A block is what streams as one: a decoder layer, one of its fragments, or a resident part of the model.
@@ -134,6 +141,8 @@ class Operation:
     """For an outer block, it waits until the round's backward is over."""
     gathers: ClassVar[bool] = False
     """All ranks do it together, or none."""
+    is_fixed: ClassVar[bool] = True
+    """What is enqueued is what the program says; False: the kind has a `begin`, which has to be asked."""
     changes: ClassVar[str] = ""
     """The method of `Wholeness` that counts its work as a change of the state; none: it is no such change."""
 
@@ -141,10 +150,20 @@ class Operation:
         """Take note of a kind."""
         if "label" in cls.__dict__:
             KINDS[cls.label] = cls
+        cls.is_fixed = cls.begin is Operation.begin
 
     def touches(self) -> Touched:
         """Return the buffers that the operation reads, and those that it writes."""
         return (), ()
+
+    def touched(self) -> Touched:
+        """Return what `touches` does, which is found out once: a program is replayed in every step."""
+        try:
+            return self._touched
+        except AttributeError:
+            touched = self.touches()
+            object.__setattr__(self, "_touched", touched)
+            return touched
 
     @property
     def reads(self) -> tuple[Buffer, ...]:

@@ -155,7 +155,6 @@ def offload_of_sum(spec: StepSpec, taken: SumTaken) -> list[Operation]:
 def update_program(
     spec: StepSpec,
     blocks: Sequence[int],
-    *,
     updated: Collection[int] = (),
     held: Collection[int] = (),
     on_drives: Collection[int] = (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeVar
 
 from megatrain.config.policies import Policy
@@ -59,7 +60,13 @@ class Visit:
     @property
     def bare(self) -> Visit:
         """Return what can be seen of it from outside: without what it does to gradients and activations."""
-        return Visit(self.block, self.is_backward, self.micro_batch)
+        return bare_visit(self.block, self.is_backward, self.micro_batch)
+
+
+@cache
+def bare_visit(block: int, is_backward: bool, micro_batch: int) -> Visit:
+    """Return what can be seen of a visit from outside: always the same object, as rounds are compared."""
+    return Visit(block, is_backward, micro_batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,8 @@ class Boundaries:
         self._on_host = on_host
         self._drops = drops
         self._is_source = is_source
-        self._packs = on_host or drops or is_source
+        self.packs = on_host or drops or is_source
+        """Whether calls have to be packed at all."""
         self._recipes: list[weakref.ref[Recipe]] = []
         self._round = offloaded.num_dropped
         """Whose recipes these are: what is left of a round that was dropped cannot be made any more."""
@@ -181,8 +182,7 @@ class Boundaries:
             last: The last call of the pass.
             is_trained: Something of the layer is, so it has a backward whatever its boundary wants.
         """
-        if not self._packs:
-            return None
+        assert self.packs, "the boundary stays among the arguments"
         floats = [n for n, value in enumerate(args) if _is_float(value)]
         place = next((n for n in floats if args[n].requires_grad), None)
         wanted = is_trained or self._is_source  # the next layer asks for it, though this one has no backward

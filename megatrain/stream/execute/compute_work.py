@@ -53,7 +53,7 @@ class ComputeWork:
         A backward's visit with a recomputation is both.
         """
         number, share = self._place[operation.block]
-        row_tokens, positions = self._shapes.get(operation.micro_batch, (1, 0))
+        row_tokens, positions = self._shapes.get(operation.visit.micro_batch, (1, 0))
         key = number, row_tokens, operation.is_backward, is_again
         if key not in self._per_position:
             self._per_position[key] = self._count(*key)

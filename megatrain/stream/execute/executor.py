@@ -29,7 +29,7 @@ from megatrain.plan.program.step import (
     sync_program,
     update_program,
 )
-from megatrain.plan.program.visits import Visit
+from megatrain.plan.program.visits import Visit, bare_visit
 from megatrain.store.state import Precision
 from megatrain.stream.execute.block_visit import BETWEEN, BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
@@ -52,6 +52,7 @@ class Executor:
         self._weights, self._activations = parts.weights, parts.activations
         self.spec = spec
         self._outer = [weights_buffer(block, -1) for block in spec.outer]
+        self._outer_blocks = frozenset(spec.outer)
         self._ends = {*spec.ends.embeddings, *spec.ends.heads}
         self._foresight = Foresight()
         self._ring = 0
@@ -115,7 +116,8 @@ class Executor:
     def _end_between(self) -> None:
         if self._is_between:
             self._is_between = False
-            self.lanes.end_span(Lane.COMPUTE, work=self._outer_work())
+            work = self.work
+            self.lanes.end_span(Lane.COMPUTE, work=0.0 if work is None else work.take_outer())
 
     def _outer_work(self) -> float:
         return 0.0 if self.work is None else self.work.take_outer()
@@ -160,25 +162,30 @@ class Executor:
             is_backward: A claim that autograd visits the block.
             is_again: A claim that a forward that was run before runs again.
         """
-        self._pass_untrained(visit.call)
+        if self._pinned or self.open_visit is not None:
+            self._pass_untrained(visit.call)
         self._open(visit, is_backward=is_backward, is_again=is_again)
 
     def _open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool = False) -> None:
         assert self.open_visit is None, f"block {visit.block} entered while {self.open_visit} is open"
-        self.wholeness.check()
-        self._end_between()
-        self._advance()
+        if self.wholeness.cause is not None:
+            self.wholeness.check()
+        if self._is_between:
+            self._end_between()
         operation = self._foresight.next
+        if operation is None or operation.block in self._outer_blocks:
+            self._advance()
+            operation = self._foresight.next
         if operation is None or not self._matches(operation, visit, is_backward):
             operation = self._improvise(visit, is_backward, had_plan=not self._foresight.is_empty)
         self._foresight.take()
-        self.seen.append(Visit(visit.block, is_backward, visit.micro_batch))
-        if visit in self._pinned:
+        self.seen.append(bare_visit(visit.block, is_backward, visit.micro_batch))
+        if self._pinned and visit in self._pinned:
             self._pinned.remove(visit)
             assert visit.operation.slot == operation.slot, "a pinned fragment has moved"
         visit.operation, visit.place = operation, self.slots.place(operation.block, operation.slot)
         visit.is_again = is_again
-        self.lanes.begin(Lane.COMPUTE, reads=operation.reads, label=operation)
+        self.lanes.begin(Lane.COMPUTE, reads=operation.touched()[0], label=operation)
         self.open_visit = visit
 
     def _pass_untrained(self, call: object | None) -> None:
@@ -200,12 +207,13 @@ class Executor:
         visit = self.open_visit
         assert visit is not None
         operation = visit.operation
-        self.lanes.end(Lane.COMPUTE, reads=operation.reads, work=self._work_of_visit(visit))
+        self.lanes.end(Lane.COMPUTE, reads=operation.touched()[0], work=self._work_of_visit(visit))
         if operation.is_backward and self.spec.sizes[operation.block].is_trained:
             self._take(operation, grads)
         self.open_visit = visit.place = None
         self._advance()
-        self.begin_between()
+        if not self._is_between:
+            self.begin_between()
         if pins:
             self._pinned.append(visit)
 
@@ -252,12 +260,13 @@ class Executor:
     def update(self, work: OptimizerWork) -> None:
         """Run the end of a step: the norm of its gradients, which are complete, and the updates."""
         blocks = self.gradients.blocks
-        program = update_program(
+        program = self._foresight.end(
+            update_program,
             self.spec,
             blocks,
-            updated=[block for block in blocks if self.gradients.homes[block] is Home.UPDATED],
-            held=self.gradients.held(blocks, leave=self.states.blocks),
-            on_drives=self.gradients.parked,
+            [block for block in blocks if self.gradients.homes[block] is Home.UPDATED],
+            self.gradients.held(blocks, leave=self.states.blocks),
+            self.gradients.parked,
         )
         at_once, self.parts.optimizer = self.parts.optimizer, work
         try:
@@ -268,7 +277,7 @@ class Executor:
 
     def sync(self) -> None:
         """Wait for every update, and bring home what is newer on the device: the host state is whole."""
-        self.run(sync_program(self.spec, self.states.take_newer()))
+        self.run(self._foresight.end(sync_program, self.spec, self.states.take_newer()))
 
     def commit(
         self, step: int, meta: Mapping[str, Any], finish: Callable[[], Mapping[str, Any]] | None
@@ -331,10 +340,11 @@ class Executor:
         Raises:
             TornStateError: An update has failed before.
         """
-        self.wholeness.check()
+        if self.wholeness.cause is not None:
+            self.wholeness.check()
         parts = self.parts
-        for found in operation.begin(parts):
-            reads, writes = found.touches()
+        for found in (operation,) if operation.is_fixed else operation.begin(parts):
+            reads, writes = found.touched()
             if found.lane is Lane.CALLER:
                 self.wait(reads)
                 continue
@@ -344,7 +354,7 @@ class Executor:
             self.lanes.enqueue(found.lane, work, reads=reads, writes=writes, work=found.nbytes, label=found)
             found.settle(parts)
             if found.moves:
-                parts.counts.add(found.moves, found.nbytes)
+                vars(parts.counts)[found.moves] += found.nbytes
 
     def wait(self, reads: Sequence[Buffer]) -> None:
         """Block until what was enqueued has written these buffers; raises what kept it from that."""
@@ -374,7 +384,7 @@ class Executor:
                 self._foresight.drop_ends(block)
 
     def _matches(self, operation: BlockPass, visit: BlockVisit, is_backward: bool) -> bool:
-        foreseen = (operation.block, operation.micro_batch, operation.is_backward)
+        foreseen = (operation.block, operation.visit.micro_batch, operation.is_backward)
         if foreseen != (visit.block, visit.micro_batch, is_backward):
             return False
         size = self.spec.sizes[visit.block]

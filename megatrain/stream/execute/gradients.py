@@ -89,13 +89,17 @@ class Gradients:
     def collect(self, operation: BlockPass, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a streamed block, or a part of them, into its gradient buffer."""
         block, buffer = operation.block, operation.gradient_buffer
-        with self._lanes.using(Lane.COMPUTE, writes=operation.writes):
-            adds, height = self._sum_of(block, buffer, operation.micro_batch, self.is_filled[buffer])
+        visit, (_, writes) = operation.visit, operation.touched()
+        self._lanes.begin(Lane.COMPUTE, writes=writes)
+        try:
+            adds, height = self._sum_of(block, buffer, visit.micro_batch, self.is_filled[buffer])
             self.is_filled[buffer] = True
             views = self.buffers.views(block, buffer, is_sum=not operation.is_single, height=height)
             # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
-            missing = -0.0 if operation.visit.sums_on_host else 0.0
+            missing = -0.0 if visit.sums_on_host else 0.0
             self._put(block, views, grads, adds=adds, missing=missing)
+        finally:
+            self._lanes.end(Lane.COMPUTE, writes=writes)
 
     def collect_resident(self, block: int, micro_batch: int, grads: Sequence[Tensor | None]) -> None:
         """Put one backward's gradients of a resident block into its own fp32 buffer."""

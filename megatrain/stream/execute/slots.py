@@ -33,12 +33,14 @@ class Slots:
             block: lanes.allocate(pools.resident_weights(layouts[block].sizes)) for block in blocks.staying
         }
         self._aliases: dict[tuple[int, int], list[Tensor]] = {}
+        self._places: dict[tuple[int, int], Tensor] = {}
 
     def release(self) -> None:
         """Give the device memory back."""
         self._lanes.free([*self._slots, *self._resident.values()])
         self._slots, self._resident = [], {}
         self._aliases.clear()
+        self._places.clear()
 
     def __len__(self) -> int:
         """Number of slots in the ring."""
@@ -46,16 +48,20 @@ class Slots:
 
     def place(self, block: int, slot: int) -> Tensor:
         """Return the (working_bytes,) uint8 buffer of a block: in a slot, or its own if `slot` is -1."""
-        place = self._resident[block] if slot < 0 else self._slots[slot]
-        return place[: self._layouts[block].working_bytes]
+        found = self._places.get((block, slot))
+        if found is None:
+            whole = self._resident[block] if slot < 0 else self._slots[slot]
+            found = self._places[block, slot] = whole[: self._layouts[block].working_bytes]
+        return found
 
     def aliases(self, block: int, slot: int) -> list[Tensor]:
         """Return one tensor per layout entry that shares the place's memory. Detach before use in a graph."""
-        key = (block, slot)
-        if key not in self._aliases:
+        found = self._aliases.get((block, slot))
+        if found is None:
             place = self.place(block, slot)
-            self._aliases[key] = [alias(place, entry) for entry in self._layouts[block].entries]
-        return self._aliases[key]
+            entries = self._layouts[block].entries
+            found = self._aliases[block, slot] = [alias(place, entry) for entry in entries]
+        return found
 
 
 def alias(place: Tensor, entry: Entry) -> Tensor:

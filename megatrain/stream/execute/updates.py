@@ -43,6 +43,7 @@ class StepStats:
         """
         self._wait = wait
         self._norm: Future[float] = Future()
+        self._scale: float | None = None
         self.can_skip = can_skip
 
     def settle(self, norm: float) -> None:
@@ -71,6 +72,12 @@ class StepStats:
     def skipped(self) -> bool:
         """The norm was not finite, and nothing was changed."""
         return self.can_skip and not math.isfinite(self.grad_norm)
+
+    def scale(self, max_grad_norm: float | None) -> float | None:
+        """Return the factor on the step's gradients, once the norm is known; None: the step is skipped."""
+        if self._scale is None and not self.skipped:
+            self._scale = clip_coefficient(self.grad_norm, max_grad_norm)
+        return self._scale
 
 
 class BlockUpdate:
@@ -101,7 +108,7 @@ class BlockUpdate:
 
     def run(self) -> None:
         """Update the block's state where it is; nothing if the step is skipped."""
-        scale = self._scale()
+        scale = 1.0 if self._stats is None else self._stats.scale(self._max_grad_norm)
         if scale is None:
             return
         if self._operation.on_device:
@@ -139,13 +146,6 @@ class BlockUpdate:
         views = _view(optimizer, planes, (low, full), layout, self._ranges(scale), share)
         with executor.lanes.computing():
             kernels.update_on_device(executor.lanes.device, views)
-
-    def _scale(self) -> float | None:
-        if self._stats is None:
-            return 1.0
-        if self._stats.skipped:
-            return None
-        return clip_coefficient(self._stats.grad_norm, self._max_grad_norm)
 
 
 def check_shares(optimizer: Optimizer, *, has_residents: bool) -> None:

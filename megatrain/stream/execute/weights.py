@@ -71,7 +71,7 @@ class Weights:
         target = self._slots.place(block, slot)
         if in_pieces:
             return partial(self._fetch_piece, target, source)
-        return lambda: self._lanes.copy(target, source)
+        return partial(self._lanes.copy, target, source)
 
     def _fetch_piece(self, target: Tensor, source: Tensor) -> None:
         for part in self._between.pieces(target.numel()):

@@ -44,7 +44,8 @@ class Binding:
         """
         for block in self.blocks:
             for name, parameter in block.parameters.items():
-                refuse_hooks(name, parameter, is_shared=self.job.sequence > 1)
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    refuse_hooks(name, parameter, is_shared=self.job.sequence > 1)
         if self.moved is not None:
             raise ModelError(
                 f"parameter {self.moved} was moved or cast after the engine was attached; call "

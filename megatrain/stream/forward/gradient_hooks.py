@@ -43,7 +43,10 @@ class GradientHooks:
             ModelError: A hook that cannot be run as torch runs it.
         """
         parameters = self._parameters
-        if not any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
+        for parameter in parameters:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                break
+        else:  # as in most runs
             return grads
         own = [number for number, wants in enumerate(trained) if wants]
         return [

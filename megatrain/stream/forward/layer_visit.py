@@ -41,7 +41,7 @@ class _Entry(BlockVisit):
         super().__init__(attached.index, call.current.micro_batch, call)
         self.attached = attached
         self.trained = attached.trained_now()
-        self._is_backward = False
+        self.is_backward = False
         self._is_done = False
 
     def open_backward(self, *, is_again: bool = False) -> None:
@@ -51,8 +51,8 @@ class _Entry(BlockVisit):
                 f"a second backward through the same forward of block {self.attached.block.name}; its graph "
                 "is streamed once: run the forward again"
             )
-        if not self._is_backward:
-            self._is_backward = True
+        if not self.is_backward:
+            self.is_backward = True
             self.call.current.begin_backward()
             self.call.layer.executor.open(self, is_backward=True, is_again=is_again)
 
@@ -75,9 +75,11 @@ class LayerVisit:
         self.entries: list[_Entry] = []
         self.recomputed: list[_Entry] = []
         """Those that are on the device again, for their backward."""
+        self.addresses = range(0)
+        """Of the fragment's place that is open in the first run, or was last."""
         self._has_run = False
         self._key = -1
-        """Name of what the visit saves."""
+        """Name of what the visit saves; -1: it saves nothing."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer under its policy."""
@@ -85,12 +87,15 @@ class LayerVisit:
             return self._run(*args, **kwargs)
         layer, current, policy = self.layer, self.current, self.layer.policy
         current.note(layer)
-        self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
-        packed = boundaries.pack(
-            args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
-        )
-        call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
+        packed = call = None
+        if boundaries.packs or policy.is_offloaded:
+            self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
+        if boundaries.packs:
+            packed = boundaries.pack(
+                args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
+            )
+            call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
         kept: AbstractContextManager[object]
         if policy.reruns:
             bring = None if packed is None else partial(boundaries.bring, packed)
@@ -98,7 +103,7 @@ class LayerVisit:
             again = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
             kept = again.first_run(args, kwargs)
         else:
-            _refuse_autocast(layer.name, policy, device)
+            _refuse_autocast(layer, policy, device)
             kept = saved_tensors_hooks(self._pack, self._unpack)
         with kept:
             result = self._run(*args, **kwargs)
@@ -111,7 +116,7 @@ class LayerVisit:
             self.recomputed.pop()
         if self.recomputed:
             self.recomputed[-1].open_backward()
-        elif entry is self.entries[0]:
+        elif entry is self.entries[0] and self._key >= 0:
             self.layer.offloaded.leave(self._key)
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,13 +140,15 @@ class LayerVisit:
             layer.entering = held
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedWeight | Held:
-        for number, entry in enumerate(self.entries):
-            found = None if entry.place is None else SavedWeight.of(tensor, entry.place, number)
-            if found is not None:
-                return found
+        if tensor.data_ptr() in self.addresses:
+            number = len(self.entries) - 1  # the others are closed
+            place = self.entries[number].place
+            if place is not None:
+                return SavedWeight.of(tensor, place, number)
         if self.layer.policy.is_offloaded:
             return self.layer.offloaded.save(tensor, self._key)
-        return tensor.detach()  # a node that saved its own output, graph and all, would never be freed
+        # a node that saved its own output, graph and all, would never be freed
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _unpack(self, saved: Tensor | SavedWeight | Held) -> Tensor:
         if isinstance(saved, Tensor):
@@ -149,7 +156,8 @@ class LayerVisit:
         if isinstance(saved, Held):
             return self.layer.offloaded.load(saved)
         entry = self.entries[saved.entry]
-        entry.open_backward()
+        if entry.place is None or not entry.is_backward:
+            entry.open_backward()
         assert entry.place is not None, "a weight is needed after its block's backward has ended"
         return saved.found(entry.place)
 
@@ -181,11 +189,15 @@ class _Run:
             entry = _Entry(visit, block)
             visit.entries.append(entry)
         self._count += 1
-        if self._stays_open:
+        if self.is_recomputation and self._stays_open:
             entry.open_backward(is_again=True)
         else:
             executor.open(entry, is_backward=False, is_again=self.is_recomputation)
         self._entry = entry
+        assert entry.place is not None
+        if not self.is_recomputation:
+            start = entry.place.data_ptr()
+            visit.addresses = range(start, start + entry.place.nbytes)
         aliases = executor.slots.aliases(block.index, entry.operation.slot)
         weights = stream_weights(aliases, entry.trained, entry.close_backward)
         self._places, found = block.fill(weights, visit.current.tensors)
@@ -193,8 +205,8 @@ class _Run:
 
     @property
     def _stays_open(self) -> bool:
-        """Whether the fragment that was entered last is recomputed in its backward's own visit."""
-        return self.is_recomputation and self._count == len(self._visit.entries)
+        """Whether the fragment that was recomputed last is so in its backward's own visit."""
+        return self._count == len(self._visit.entries)
 
     def restore(self) -> bool:
         """Give the modules their parameters back, and return whether the visit of a fragment is over.
@@ -206,10 +218,10 @@ class _Run:
             return False
         exchange(self._places, self._own)
         self._entry = None
-        return not self._stays_open
+        return not (self.is_recomputation and self._stays_open)
 
 
-def _refuse_autocast(name: str, policy: Policy, device: torch.device) -> None:
+def _refuse_autocast(layer: AttachedLayer, policy: Policy, device: torch.device) -> None:
     """Refuse to keep what is saved under autocast: copies of weights, which would stay on the device.
 
     Raises:
@@ -218,5 +230,6 @@ def _refuse_autocast(name: str, policy: Policy, device: torch.device) -> None:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device.type):
         raise ConfigError(
             f"activations={policy.name} under torch.autocast: autograd would keep a cast copy of every "
-            f"weight of {name}; use activations={RECOMPUTE.name}, or precision=bf16 in place of autocast"
+            f"weight of {layer.name}; use "
+            f"activations={RECOMPUTE.name}, or precision=bf16 in place of autocast"
         )

@@ -71,7 +71,7 @@ class Lockstep:
 
         Not in a backward: autograd's own thread cannot change coroutines, and its order is made by then.
         """
-        if not self.is_running or torch._C._current_graph_task_id() != -1:
+        if self._hub is None or not self.is_running or torch._C._current_graph_task_id() != -1:
             return
         turn, last = self._next_layer.get(getcurrent(), (0, -1))
         self._wait_at(turn + (layer <= last), layer)

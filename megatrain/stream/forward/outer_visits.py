@@ -144,7 +144,9 @@ class OuterVisit(BlockVisit):
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedWeight:
         assert self.place is not None
-        return SavedWeight.of(tensor, self.place, 0) or tensor.detach()
+        if 0 <= tensor.data_ptr() - self.place.data_ptr() < self.place.nbytes:
+            return SavedWeight.of(tensor, self.place, 0)
+        return tensor.detach()
 
     def _unpack(self, saved: Tensor | SavedWeight) -> Tensor:
         if isinstance(saved, Tensor):

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +75,9 @@ Place = tuple[dict[str, nn.Parameter | None], str]
 
 def exchange(places: Sequence[Place], tensors: Sequence[Any]) -> list[Any]:
     """Put `tensors` where modules look their parameters up, and return what was there."""
-    found = [held[leaf] for held, leaf in places]
+    found = []
     for (held, leaf), tensor in zip(places, tensors, strict=True):
+        found.append(held[leaf])
         held[leaf] = tensor
     return found
 
@@ -95,8 +95,7 @@ def swapped(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None
         exchange(places, parameters)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedWeight:
+class SavedWeight(NamedTuple):
     """A saved tensor that is part of a block's weights: where, instead of the bytes."""
 
     entry: int
@@ -107,16 +106,17 @@ class SavedWeight:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor, place: Tensor, entry: int) -> SavedWeight | None:
-        """Describe a tensor that lies in a block's place; None: it lies elsewhere."""
-        if tensor.untyped_storage().data_ptr() != place.untyped_storage().data_ptr():
-            return None
-        start = place.storage_offset() // tensor.dtype.itemsize
-        offset = int(tensor.storage_offset()) - start
-        return cls(entry, offset, tensor.dtype, tensor.shape, tensor.stride())
+    def of(cls, tensor: Tensor, place: Tensor, entry: int) -> SavedWeight:
+        """Describe a tensor that lies in a block's place."""
+        dtype = tensor.dtype
+        offset = tensor.storage_offset() - place.storage_offset() // dtype.itemsize
+        # in C, as the class's own constructor does it: layers save dozens
+        return tuple.__new__(cls, (entry, offset, dtype, tensor.shape, tensor.stride()))
 
     def found(self, place: Tensor) -> Tensor:
         """Return the tensor, where the block is now."""
-        start = place.storage_offset() // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device=place.device)
-        return tensor.set_(place.untyped_storage(), start + self.element_offset, self.shape, self.stride)
+        _, offset, dtype, shape, stride = self
+        tensor = torch.empty(0, dtype=dtype, device=place.device)
+        return tensor.set_(
+            place.untyped_storage(), place.storage_offset() // dtype.itemsize + offset, shape, stride
+        )

@@ -12,6 +12,10 @@ yet recorded as no wait, so every wait is for `launched` first:
 | CALLER | the launching thread for `launched`, then for the event | the launching thread |
 
 The device is never synchronised in `enqueue`, `begin`, `end` or `take_record`.
+
+An operation is timed in every step, for reports and traces, and that makes no event of the device: one is
+recorded anew when nobody holds the mark that it was before (`Marks`). What a stream was told to wait for, it
+waits for all the same, since it takes an event as it is recorded then.
 """
 
 from __future__ import annotations
@@ -54,6 +58,39 @@ _NO_LOCK = (
 )
 
 
+class Mark:
+    """A point in a stream. Its event goes back to the others when nobody holds it any more."""
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: torch.Event, free: deque[torch.Event]) -> None:
+        """Hold an event that is recorded, and came from `free`."""
+        self.event = event
+        self._free = free
+
+    def __del__(self) -> None:
+        """Give the event back; from whichever thread lets go last."""
+        self._free.append(self.event)
+
+
+class Marks:
+    """Events of one device, with timing, each made once; every thread may call."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start without any."""
+        self._device = device
+        self._free: deque[torch.Event] = deque()
+
+    def record(self, stream: torch.Stream) -> Mark:
+        """Return a mark behind what `stream` was given so far."""
+        try:
+            event = self._free.popleft()
+        except IndexError:
+            event = torch.Event(device=self._device, enable_timing=True)
+        event.record(stream)
+        return Mark(event, self._free)
+
+
 class DeviceSpans:
     """Spans between events of streams, turned into host time as they complete; every thread may call.
 
@@ -64,19 +101,20 @@ class DeviceSpans:
         """Tie the clocks: waits for the device once."""
         self._device = device
         self._recorder = recorder
+        self.marks = Marks(device)
         self._lock = threading.Lock()
-        self._pending: dict[Lane, deque[tuple[object, Any, Any, float]]] = {lane: deque() for lane in Lane}
+        self._pending: dict[Lane, deque[tuple[object, Mark, Mark, float]]] = {lane: deque() for lane in Lane}
         self.anchor()
 
     def anchor(self) -> None:
         """Tie the device's clock to the host's. Waits for the current stream."""
-        reference = _record_in(torch.accelerator.current_stream(self._device))
-        reference.synchronize()
+        reference = self.marks.record(torch.accelerator.current_stream(self._device))
+        reference.event.synchronize()
         with self._lock:
             self._reference, self._reference_s = reference, time.perf_counter()
 
-    def add(self, lane: Lane, label: object, start: torch.Event, end: torch.Event, work: float = 0.0) -> None:
-        """Note an operation between two recorded events."""
+    def add(self, lane: Lane, label: object, start: Mark, end: Mark, work: float = 0.0) -> None:
+        """Note an operation between two marks."""
         with self._lock:
             pending = self._pending[lane]
             pending.append((label, start, end, work))
@@ -93,19 +131,20 @@ class DeviceSpans:
         pending = self._pending[lane]
         for _ in range(at_most):
             label, start, end, work = pending[0]
-            if not end.query():  # an operation ends after those before it in its lane
+            if not end.event.query():  # an operation ends after those before it in its lane
                 return
             pending.popleft()
             start_s = self._seconds(start)
-            self._recorder.span(lane, label, start_s, start_s + start.elapsed_time(end) / 1e3, work)
+            end_s = start_s + start.event.elapsed_time(end.event) / 1e3
+            self._recorder.note((lane, label, start_s, end_s, work))
 
-    def _seconds(self, event: torch.Event) -> float:
-        """Return the host's time of a completed event; the time is negative before the reference."""
-        elapsed_s = self._reference.elapsed_time(event) / 1e3
-        event_s = self._reference_s + elapsed_s
+    def _seconds(self, mark: Mark) -> float:
+        """Return the host's time of a mark that is passed; the time is negative before the reference."""
+        elapsed_s = self._reference.event.elapsed_time(mark.event) / 1e3
+        mark_s = self._reference_s + elapsed_s
         if elapsed_s > REBASE_S:
-            self._reference, self._reference_s = event, event_s
-        return event_s
+            self._reference, self._reference_s = mark, mark_s
+        return mark_s
 
 
 class StreamWorker(Worker):
@@ -118,7 +157,7 @@ class StreamWorker(Worker):
         super().__init__(lane, failure, recorder)
         self._stream = stream
         self._spans = spans
-        self._open: tuple[object, torch.Event, float] | None = None
+        self._open: tuple[object, Mark, float] | None = None
 
     def _context(self) -> AbstractContextManager[object]:
         return _on_stream(self._stream)
@@ -126,16 +165,17 @@ class StreamWorker(Worker):
     def _wait(self, event: Event, cause: Cause) -> None:
         self._until_launched(event, cause)
         if event.native is not None:
-            self._stream.wait_event(event.native)
+            self._stream.wait_event(event.native.event)
 
     def _run(self, function: Callable[[], object], work: float, label: object, enqueued_s: float) -> None:
-        start = _record_in(self._stream)  # behind the stream's waits: it passes when the operation begins
+        # behind the stream's waits: it passes when the operation begins
+        start = self._spans.marks.record(self._stream)
         function()
         self._open = (label, start, work)
 
     def _set(self, event: Event) -> None:
         try:
-            event.native = _record_in(self._stream)
+            event.native = self._spans.marks.record(self._stream)
             if self._open is not None:
                 label, start, work = self._open
                 self._open = None
@@ -151,10 +191,13 @@ class HostWorker(Worker):
     compute.
     """
 
-    def __init__(self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.Stream) -> None:
+    def __init__(
+        self, lane: Lane, failure: Failure, recorder: Recorder, stream: torch.Stream, marks: Marks
+    ) -> None:
         """Use `stream` for what functions read from the device."""
         super().__init__(lane, failure, recorder)
         self._stream = stream
+        self._marks = marks
         self.launched_into: torch.Stream | None = None
         """Where the operation that runs has launched device work, which is not done when it returns."""
 
@@ -162,7 +205,7 @@ class HostWorker(Worker):
         stream, self.launched_into = self.launched_into, None
         try:
             if stream is not None:
-                event.native = _record_in(stream)
+                event.native = self._marks.record(stream)
         finally:
             super()._set(event)
 
@@ -174,7 +217,7 @@ class HostWorker(Worker):
         assert event.launched is not None
         event.launched.wait()
         if event.native is not None:
-            until_done(event.native)
+            until_done(event.native.event)
         self._recorder.waited(cause, start_s)
 
 
@@ -243,7 +286,7 @@ class AcceleratorLanes(ThreadedLanes):
             target.copy_(source, non_blocking=True)
             return
         if source is here and here.is_pinned():  # an earlier copy, in a stream, may still be writing it
-            until_done(_record_in(torch.accelerator.current_stream(self.device)))
+            until_done(self._spans.marks.record(torch.accelerator.current_stream(self.device)).event)
         ring = getattr(self._rings, "ring", None)
         if ring is None:
             ring = self._rings.ring = LockedRing(self.device)
@@ -316,7 +359,7 @@ class AcceleratorLanes(ThreadedLanes):
 
     def _make_worker(self, lane: Lane) -> Worker:
         if lane in _HOST_LANES:
-            return HostWorker(lane, self._failure, self._recorder, self._streams[lane])
+            return HostWorker(lane, self._failure, self._recorder, self._streams[lane], self._spans.marks)
         return StreamWorker(lane, self._failure, self._recorder, self._streams[lane], self._spans)
 
     def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
@@ -325,39 +368,40 @@ class AcceleratorLanes(ThreadedLanes):
             return
         start = self._start_span(lane)
         function()
-        self._spans.add(lane, label, start, _record_in(self._stream(lane)), work)
+        self._spans.add(lane, label, start, self._mark(lane), work)
+
+    def _mark(self, lane: Lane) -> Mark:
+        return self._spans.marks.record(self._stream(lane))
 
     def _start_span(self, lane: Lane) -> Any:
-        return _record_in(self._stream(lane)) if lane is Lane.COMPUTE else super()._start_span(lane)
+        return self._mark(lane) if lane is Lane.COMPUTE else super()._start_span(lane)
 
     def _end_span(self, lane: Lane, label: object, start: Any, event: Event | None, work: float) -> None:
         if lane is Lane.COMPUTE:
-            end = _record_in(self._stream(lane)) if event is None else event.native
+            end = self._mark(lane) if event is None else event.native
             self._spans.add(lane, label, start, end, work)
         else:
             super()._end_span(lane, label, start, event, work)
 
     def _set_now(self, event: Event) -> None:
         if event.lane is Lane.COMPUTE:  # in the calling thread: autograd has its own current stream
-            event.native = _record_in(self._stream(event.lane))
+            event.native = self._mark(event.lane)
         super()._set_now(event)
 
     def _wait_now(self, event: Event, cause: Cause) -> None:
         start_s = time.perf_counter()
         assert event.launched is not None
-        event.launched.wait()  # before anything is read of the event: its lane fills it in
+        blocks = not event.launched.is_set()
+        if blocks:
+            event.launched.wait()  # before anything is read of the event: its lane fills it in
         if event.native is not None and cause.waiting is Lane.CALLER:
-            until_done(event.native)
-        self._recorder.waited(cause, start_s)
+            until_done(event.native.event)
+            blocks = True
+        if blocks:
+            self._recorder.waited(cause, start_s)
         if event.native is not None and cause.waiting is Lane.COMPUTE:
-            self._stream(Lane.COMPUTE).wait_event(event.native)
+            self._stream(Lane.COMPUTE).wait_event(event.native.event)
         self._raise_failure()
-
-
-def _record_in(stream: torch.Stream) -> torch.Event:
-    event = torch.Event(device=stream.device, enable_timing=True)
-    event.record(stream)
-    return event
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +43,7 @@ class Event:
     """Set when the work before this point is done, or, in a stream, launched with `native` behind it. None:
     the work was done before the event was made."""
     native: Any = None
-    """The device's own event, valid once `launched` is set; None: `launched` says that the work is done."""
+    """The device's own mark, valid once `launched` is set; None: `launched` says that the work is done."""
     done_s: float = 0.0
     """When the work was done; emulated lanes only."""
 
@@ -64,6 +63,10 @@ class Lanes(ABC):
     updates_with_kernels: ClassVar[bool] = False
     """Blocks on the device update by the host's kernels, which give the same bits, in place of the operations
     of a GPU."""
+    are_ordered: ClassVar[bool] = True
+    """Operations have an order to be kept, or proved; False: each has run when the next one comes."""
+    are_proved: ClassVar[bool] = False
+    """Every access is checked."""
 
     def __init__(self, device: torch.device, device_limit: int | None = None) -> None:
         """Work on `device`, and allocate at most `device_limit` bytes there."""
@@ -76,6 +79,7 @@ class Lanes(ABC):
         """By lane, and by that for which it waits: the number of the newest event that it waits for."""
         self._writer: dict[Buffer, Event] = {}
         self._readers: dict[Buffer, dict[Lane, Event]] = {}
+        self._causes: dict[tuple[Lane, Lane, str], Cause] = {}
         self._recorder = Recorder()
         self.squares_in_chunks = False
         """Sums of squares are made of those of chunks: their order is the same for any number of ranks."""
@@ -111,17 +115,17 @@ class Lanes(ABC):
             BaseException: An earlier function of any lane raised it; nothing is enqueued then, and nothing
                 that was enqueued before this call begins any more.
         """
-        self._raise_failure()
         reads, writes = tuple(reads), tuple(writes)
-        self._wait_for(lane, reads, writes)
-        self._access(lane, reads, writes)
+        if self.are_ordered:
+            self._prepare(lane, reads, writes)
         try:
             self._submit(lane, function, work, label)
         except BaseException as error:
             self._tell(error)
             raise
         finally:  # of a failure too: who uses the buffers next need not wait for what never comes
-            self._note(lane, reads, writes)
+            if self.are_ordered:
+                self._note(lane, reads, writes)
 
     def begin(
         self, lane: Lane, *, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: object = ""
@@ -135,10 +139,8 @@ class Lanes(ABC):
             BaseException: An earlier function raised it, as for `enqueue`.
         """
         assert lane in self._open_spans, f"begin is for work of the launching thread, not for {lane.value}"
-        self._raise_failure()
-        reads, writes = tuple(reads), tuple(writes)
-        self._wait_for(lane, reads, writes)
-        self._access(lane, reads, writes)
+        if self.are_ordered:
+            self._prepare(lane, tuple(reads), tuple(writes))
         self._open_spans[lane].append((label, self._start_span(lane)))
 
     def end(
@@ -150,9 +152,12 @@ class Lanes(ABC):
         work: float = 0.0,
     ) -> None:
         """Mark the end of the work that `begin` announced: so many FLOPs, for the record."""
-        reads, writes = tuple(reads), tuple(writes)
-        self._access(lane, reads, writes)
-        event = self._note(lane, reads, writes)
+        event = None
+        if self.are_ordered:
+            reads, writes = tuple(reads), tuple(writes)
+            if self.are_proved:
+                self._access(lane, reads, writes)
+            event = self._note(lane, reads, writes)
         if self._open_spans[lane]:
             label, start = self._open_spans[lane].pop()
             self._end_span(lane, label, start, event, work)
@@ -251,8 +256,14 @@ class Lanes(ABC):
             scratch: (M + 1,) float64 on the device, for pieces of M elements.
         """
         pool = default_pool()
-        sums = (chain.from_iterable(squares_of_chunks(pool, piece) for piece in flat) for flat in flats)
-        out.fill_(sum(map(math.fsum, sums)))
+        total = 0.0
+        for flat in flats:
+            squares: list[float] = []
+            for piece in flat:
+                if piece.numel():
+                    squares += squares_of_chunks(pool, piece).tolist()
+            total += math.fsum(squares)
+        out.fill_(total)
 
     def squares_of_chunks(self, flat: Tensor) -> Tensor:
         """Return the sum of squares of each chunk of a flat device tensor, in fp64, there."""
@@ -279,26 +290,38 @@ class Lanes(ABC):
     def freed(self, flat: Tensor) -> None:  # noqa: B027 (most backends have nothing to do)
         """Take note that nobody may read a device buffer any more."""
 
-    def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
-        for buffer in reads + writes:
-            event = self._writer.get(buffer)
-            if event is not None and event.lane is not lane:
-                self._wait_once(lane, event, buffer)
-        for buffer in writes:
-            if buffer in self._readers:
-                for owner, event in self._readers[buffer].items():
-                    if owner is not lane:
-                        self._wait_once(lane, event, buffer)
+    def _prepare(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
+        """Wait for the buffers before their use."""
+        self._raise_failure()
+        self._wait_for(lane, reads, writes)
+        if self.are_proved:
+            self._access(lane, reads, writes)
 
-    def _wait_once(self, lane: Lane, event: Event, buffer: Buffer) -> None:
-        """Wait, but not for what a lane did before something that was waited for.
+    def _wait_for(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
+        """Wait for whom the rule names, but not for what a lane did before something that was waited for.
 
         HOST may launch device work, which is not done when later work of HOST is.
         """
-        reached, owner = self._reached[lane], event.lane
-        if owner is Lane.HOST or reached.get(owner, 0) < event.number:
-            self._wait(lane, event, Cause(lane, owner, buffer[0]))
-            reached[owner] = event.number
+        reached = self._reached[lane]
+        for buffer in reads + writes:
+            event = self._writer.get(buffer)
+            if event is None or (owner := event.lane) is lane:
+                continue
+            if owner is Lane.HOST or reached.get(owner, 0) < event.number:
+                self._wait_once(lane, event, buffer)
+        for buffer in writes:
+            if readers := self._readers.get(buffer):
+                for owner, event in readers.items():
+                    if owner is not lane and (owner is Lane.HOST or reached.get(owner, 0) < event.number):
+                        self._wait_once(lane, event, buffer)
+
+    def _wait_once(self, lane: Lane, event: Event, buffer: Buffer) -> None:
+        key = lane, event.lane, buffer[0]
+        cause = self._causes.get(key)
+        if cause is None:
+            cause = self._causes[key] = Cause(*key)
+        self._wait(lane, event, cause)
+        self._reached[lane][event.lane] = event.number
 
     def _note(self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> Event:
         event = self._record(lane)
@@ -310,10 +333,10 @@ class Lanes(ABC):
             self._readers.setdefault(buffer, {})[lane] = event
         return event
 
-    def _access(  # noqa: B027 (only `CheckedLanes` checks)
+    def _access(  # noqa: B027 (most backends prove nothing)
         self, lane: Lane, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]
     ) -> None:
-        """Check an access."""
+        """Check an access, where `are_proved`."""
 
     def _raise_failure(self) -> None:  # noqa: B027 (a function that runs at once raises at once)
         """Raise what a function in another thread has raised."""
@@ -331,12 +354,12 @@ class Lanes(ABC):
         return time.perf_counter()
 
     def _end_span(self, lane: Lane, label: object, start: Any, event: Event | None, work: float) -> None:
-        self._recorder.span(lane, label, start, time.perf_counter(), work)
+        self._recorder.note((lane, label, start, time.perf_counter(), work))
 
     def _run_now(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
         start_s = time.perf_counter()
         function()
-        self._recorder.span(lane, label, start_s, time.perf_counter(), work)
+        self._recorder.note((lane, label, start_s, time.perf_counter(), work))
 
     @abstractmethod
     def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None: ...
@@ -351,12 +374,16 @@ class Lanes(ABC):
 class InlineLanes(Lanes):
     """The CPU as its own accelerator: every operation has run when `enqueue` returns."""
 
+    are_ordered = False
+
     def __init__(self, device_limit: int | None = None) -> None:
         """Keep device buffers in host memory, at most `device_limit` bytes of them."""
         super().__init__(torch.device("cpu"), device_limit)
 
     def _submit(self, lane: Lane, function: Callable[[], object], work: float, label: object) -> None:
-        self._run_now(lane, function, work, label)
+        start_s = time.perf_counter()
+        function()
+        self._recorder.note((lane, label, start_s, time.perf_counter(), work))
 
     def _record(self, lane: Lane) -> Event:
         return Event(lane, is_recorded=True)

@@ -19,6 +19,8 @@ class CheckedLanes(InlineLanes):
     clock. An access is safe when the clock of its lane has reached every conflicting access before it.
     """
 
+    are_ordered = are_proved = True
+
     def __init__(self, device_limit: int | None = None) -> None:
         """Start all clocks at zero."""
         super().__init__(device_limit)

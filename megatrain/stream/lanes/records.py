@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -81,11 +81,13 @@ class Recorder:
     def __init__(self) -> None:
         """Start with nothing."""
         self._spans: deque[_Span] = deque(maxlen=MAX_KEPT)
+        self.note: Callable[[_Span], None] = self._spans.append
+        """Notes an operation that has ended, as `span` does, in C."""
         self._waits: deque[_Wait] = deque(maxlen=MAX_KEPT)
 
     def span(self, lane: Lane, label: object, start_s: float, end_s: float, work: float = 0.0) -> None:
         """Note an operation that has ended."""
-        self._spans.append((lane, label, start_s, end_s, work))
+        self.note((lane, label, start_s, end_s, work))
 
     def waited(self, cause: Cause, start_s: float) -> None:
         """Note a wait that began at `start_s` and ends now, if it blocked at all."""

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
@@ -33,14 +33,8 @@ from megatrain.plan.program.kinds import Lane
 from megatrain.stream.lanes.base import Event, Lanes, OrderingError
 from megatrain.stream.lanes.records import Cause, Recorder
 
-
-class _Task(NamedTuple):
-    """One thing for a thread to do."""
-
-    run: Callable[[], None]
-    epoch: int
-    is_work: bool
-    """Left out after a failure."""
+_Task: TypeAlias = tuple[Callable[[], None], int, bool]
+"""One thing for a thread to do, its epoch, and whether it is work, which is left out after a failure."""
 
 
 class Failure:
@@ -52,7 +46,8 @@ class Failure:
     def __init__(self) -> None:
         """Start without one."""
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The one that nobody was told."""
         self._failed_epoch = -1
         self.epoch = 0
 
@@ -61,7 +56,7 @@ class Failure:
         with self._lock:
             if epoch > self._failed_epoch:
                 self._failed_epoch = epoch
-                self._error = error
+                self.error = error
 
     def has_struck(self, epoch: int) -> bool:
         """Whether work of an epoch has failed."""
@@ -69,10 +64,10 @@ class Failure:
 
     def take(self) -> BaseException | None:
         """Return the error that nobody was told, and begin a new epoch if there is one."""
-        if self._error is None:
+        if self.error is None:
             return None
         with self._lock:
-            error, self._error = self._error, None
+            error, self.error = self.error, None
             self.epoch += 1
         return error
 
@@ -98,21 +93,22 @@ class Worker(ABC):
 
     def wait(self, event: Event, cause: Cause) -> None:
         """Hold up what comes after until `event`."""
-        self._add(partial(self._wait, event, cause))
+        self._batch.append((partial(self._wait, event, cause), self._failure.epoch, False))
 
     def submit(self, function: Callable[[], object], work: float, label: object, enqueued_s: float) -> None:
         """Run a function that was enqueued at some time, unless an operation fails before."""
-        self._add(partial(self._run, function, work, label, enqueued_s), is_work=True)
+        run = partial(self._run, function, work, label, enqueued_s)
+        self._batch.append((run, self._failure.epoch, True))
 
     def record(self, event: Event) -> None:
         """Set `event` after what came before."""
-        self._add(partial(self._set, event))
+        self._batch.append((partial(self._set, event), self._failure.epoch, False))
         self._hand_over()
 
     def mark(self) -> threading.Event:
         """Return an event that is set when the thread has got through what came before."""
         mark = threading.Event()
-        self._add(mark.set)
+        self._batch.append((mark.set, self._failure.epoch, False))
         self._hand_over()
         return mark
 
@@ -125,9 +121,6 @@ class Worker(ABC):
         """Wait until the thread has ended."""
         self._thread.join()
 
-    def _add(self, run: Callable[[], None], *, is_work: bool = False) -> None:
-        self._batch.append(_Task(run, self._failure.epoch, is_work))
-
     def _hand_over(self) -> None:
         if self._batch:  # an operation with its waits: the thread is woken once, and not for each
             self._batches.put(self._batch)
@@ -137,13 +130,13 @@ class Worker(ABC):
         # Grad mode, current device and current stream are a thread's own, not those of the launching one.
         with torch.no_grad(), self._context():
             while batch := self._batches.get():
-                for task in batch:
-                    if not task.is_work or not self._failure.has_struck(task.epoch):
+                for run, epoch, is_work in batch:
+                    if not is_work or not self._failure.has_struck(epoch):
                         try:
-                            task.run()
+                            run()
                         except BaseException as error:  # raised in the launching thread
-                            self._failure.carry(error, task.epoch)
-                del batch, task  # an idle lane must not keep the last operation's tensors alive
+                            self._failure.carry(error, epoch)
+                del batch, run  # an idle lane must not keep the last operation's tensors alive
 
     def _context(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -171,6 +164,10 @@ class Worker(ABC):
 _log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 5e-4
+
+_LAUNCHED = threading.Event()
+"""Of all events of the launching thread: nobody waits until it has launched what it has launched."""
+_LAUNCHED.set()
 
 _OPEN: weakref.WeakSet[ThreadedLanes] = weakref.WeakSet()
 
@@ -235,7 +232,7 @@ class ThreadedLanes(Lanes):
     def _make_worker(self, lane: Lane) -> Worker: ...
 
     def _is_threaded(self, lane: Lane) -> bool:
-        return lane not in (Lane.COMPUTE, Lane.CALLER)
+        return lane is not Lane.COMPUTE and lane is not Lane.CALLER
 
     def _worker(self, lane: Lane) -> Worker:
         worker = self._workers.get(lane)
@@ -246,6 +243,8 @@ class ThreadedLanes(Lanes):
         return worker
 
     def _raise_failure(self) -> None:
+        if self._failure.error is None:
+            return
         error = self._failure.take()
         if error is not None:
             self._tell(error)
@@ -266,17 +265,17 @@ class ThreadedLanes(Lanes):
         return time.perf_counter()
 
     def _record(self, lane: Lane) -> Event:
-        event = Event(lane, is_recorded=True, launched=threading.Event())
         if self._is_threaded(lane):
+            event = Event(lane, is_recorded=True, launched=threading.Event())
             self._worker(lane).record(event)
         else:
+            event = Event(lane, is_recorded=True, launched=_LAUNCHED)
             self._set_now(event)
         return event
 
     def _set_now(self, event: Event) -> None:
-        assert event.launched is not None
+        """Complete an event of the launching thread, which has launched what comes before it."""
         event.done_s = time.perf_counter()
-        event.launched.set()
 
     def _wait(self, lane: Lane, event: Event, cause: Cause) -> None:
         if not event.is_recorded:

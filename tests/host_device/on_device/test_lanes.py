@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,26 @@ def test_spans_are_looked_up_when_nobody_takes_the_record(
     assert len(lanes._spans._pending[Lane.FETCH]) == 8
     spans = lanes.take_record().spans
     assert [span.label for span in spans if span.lane is Lane.FETCH] == [str(number) for number in range(50)]
+
+
+def test_an_event_of_the_device_is_made_once_and_recorded_again(
+    lanes: AcceleratorLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every operation has two, for its time and for those who wait for it."""
+    made: list[torch.Event] = []
+    event = torch.Event
+
+    def make(**options: Any) -> torch.Event:
+        made.append(event(**options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "Event", make)
+    for seed in range(20):
+        assert torch.equal(run_program(lanes, seed, launch=launch), run_program(InlineLanes(), seed)), seed
+        lanes.take_record()
+        if seed == 4:
+            made.clear()
+    assert len(made) <= 20  # where more operations were under way than ever before
 
 
 def test_compute_goes_on_when_a_copy_is_launched_and_not_when_it_is_done(lanes: AcceleratorLanes) -> None:

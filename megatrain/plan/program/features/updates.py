@@ -28,7 +28,7 @@ class Norm(Operation):
 
     def touches(self) -> Touched:
         """Say that it reads the squares and writes the norm."""
-        return tuple(("squares", block) for block in self.blocks), (("norm", 0),)
+        return tuple([("squares", block) for block in self.blocks]), (("norm", 0),)
 
     def work(self, parts: Parts) -> Work:
         """Return the sum of squares."""
@@ -72,7 +72,7 @@ class Sync(Operation):
 
     def touches(self) -> Touched:
         """Say that it reads all that the host has of the blocks."""
-        return tuple((kind, block) for kind in _STATE for block in self.blocks), ()
+        return tuple([(kind, block) for kind in _STATE for block in self.blocks]), ()
 
     def tasks(self, prices: Prices) -> tuple[Task, ...]:
         """Return it as one of compute: a thread that waits launches nothing."""
