@@ -136,7 +136,7 @@ class Bench:
             return ["export", str(self.root / "run"), str(self.root / "exported")]
         if scenario == "drives":
             places = f"{self.root}/drive0, {self.root}/drive1"
-            return self.train(STEPS, f"memory.tiers={{ram: 400000, nvme: [{places}]}}")
+            return self.train(STEPS, f"memory.tiers={{ram: 410000, nvme: [{places}]}}")
         return self.train()
 
     def begin(self, scenario: str) -> None:

@@ -52,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self._open: list[Event] = []
         self._starts: list[int] = []
         self._places: list[tuple[int, int, Buffer]] = []
+        self._scratch = range(0)
 
     # -- where things are -----------------------------------------------------------------------------------
 
@@ -84,6 +85,8 @@ class Recorder(TorchDispatchMode):
             if tensor is not None and tensor.numel()
         )
         self._starts = [start for start, _, _ in self._places]
+        rounded = engine.arrangement.shared._low
+        self._scratch = range(rounded.data_ptr(), rounded.data_ptr() + rounded.nbytes)
 
     def at(self, tensor: Tensor) -> Buffer | None:
         """Name the place in which a tensor lies; None: a new one, of autograd's say."""
@@ -122,7 +125,9 @@ class Recorder(TorchDispatchMode):
         if name in ("copy_", "_foreach_copy_"):
             pairs = [(args[0], args[1])] if name == "copy_" else list(zip(args[0], args[1], strict=True))
             for target, source in pairs:
-                self.touch(reads=[source], writes=[target], nbytes=target.nbytes)
+                # what is rounded on its way is sent from there: it crosses once
+                nbytes = 0 if target.data_ptr() in self._scratch else target.nbytes
+                self.touch(reads=[source], writes=[target], nbytes=nbytes)
                 self._open[-1].copies.append((source.data_ptr(), target.data_ptr()))
         elif name in ("set_", "detach_"):
             pass  # a new view

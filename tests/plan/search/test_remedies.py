@@ -70,7 +70,7 @@ def test_settings_come_before_hardware(case: str) -> None:
 def test_the_rows_of_a_pair_stay_together() -> None:
     """Of two rows that are one pair, no smaller micro-batch is proposed; of two pairs, one."""
     found = {}
-    for rows, room in ((2, 36 << 20), (4, 44 << 20)):
+    for rows, room in ((2, 40 << 20), (4, 48 << 20)):
         tight = request(
             spec=machine(device_bytes=room),
             anatomy=count(micro_batch_size=rows),
@@ -144,7 +144,7 @@ def test_a_limit_that_is_proposed_is_the_least_of_its_rounding(case: str, field:
 def test_what_was_set_is_freed_one_setting_at_a_time() -> None:
     """No remedy changes two settings where one is enough, nor one that need not change."""
     choice = Choice(num_slots=6, activations=("keep",) * 6, lockstep=1)
-    texts = [remedy.text for remedy in list_settings(request(device_limit=40 << 20, choice=choice), count)]
+    texts = [remedy.text for remedy in list_settings(request(device_limit=44 << 20, choice=choice), count)]
     freed = [text for text in texts if text.startswith("memory.")]
     together = next(text for text in freed if " " in text)
     assert "memory.lockstep" not in together

@@ -172,8 +172,8 @@ def planned(config: Any, *, device: int, ram: int, tmp_path: Any = None) -> Any:
 
 
 def test_outer_blocks_stream_where_the_device_is_small() -> None:
-    """Both ends with the sums of their gradients would take 4 x 131 kB, of 720 kB."""
-    choice = planned(OUTER_HEAVY, device=720_000, ram=1 << 30)
+    """Both ends with the sums of their gradients would take 4 x 131 kB, of 1.01 MB."""
+    choice = planned(OUTER_HEAVY, device=1_010_000, ram=1 << 30)
     assert choice.outer_streams
 
 

@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
     "too small a device": (
         ("--model", "large", "--machine", "rtx-3080", "--seq-len", "256", "--ram", "4TiB"),
         "device memory",
-        "a machine with 15GiB on its device",
+        "a machine with 11GiB on its device",
     ),
 }
 SLOW = ("RAM limit", "too little RAM to clip")

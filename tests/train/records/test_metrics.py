@@ -72,6 +72,8 @@ def test_row_has_every_number_and_is_on_disk_at_once(tmp_path: Path) -> None:
             "over_bound": 1.254,
             "fetch_bytes": 3000,
             "offload_bytes": 2000,
+            "allocator_retries": 0,
+            "unused_device_bytes": 0,
             "waits": {"compute<-fetch slot": 0.5},
             "lane_seconds": {"compute": 2.0},
         }
