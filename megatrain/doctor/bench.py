@@ -23,11 +23,10 @@ from megatrain.doctor.rates import (
     copy_rates,
     device_memory_rate,
     lockable_bytes,
-    memory_rate,
     thread_counts,
     update_rates,
 )
-from megatrain.hardware import host_memory, measure_matmul_peak
+from megatrain.hardware import host_memory, measure_matmul_peak, memory_rate
 from megatrain.hardware.accelerators import give_back_memory
 from megatrain.hardware.present import Measurements, Node, memory_nodes
 from megatrain.optim.threads import worker_threads

@@ -1,15 +1,12 @@
 """The rates at which this machine copies, multiplies, attends, updates and reads its memory.
 
 Each function takes how much and how long, and returns a rate that was reached: the one that a quarter of the
-repeats exceeded, so that another process that comes and goes does not count. The paths of accelerators have
-run on the test device alone.
+repeats exceeded, so that another process that comes and goes does not count.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,33 +154,6 @@ def update_rates(
         finally:
             pool.close()
     return rates
-
-
-def memory_rate(cpus: frozenset[int], *, num_threads: int, nbytes: int, seconds: float) -> float:
-    """Return bytes/s, read and written together, of copies by threads that run on `cpus`.
-
-    Each thread is bound to `cpus` before it touches its two buffers of `nbytes`, so that the system gives it
-    memory of their node. Where the system does not let it bind them, they run where they are.
-    """
-    start, rates = threading.Barrier(num_threads), [0.0] * num_threads
-
-    def copy(index: int) -> None:
-        if cpus and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cpus)  # of this thread alone
-        source, target = torch.ones(nbytes, dtype=torch.uint8).numpy(), torch.ones(nbytes).byte().numpy()
-        start.wait()
-        began_s, copied = time.perf_counter(), 0
-        while (elapsed_s := time.perf_counter() - began_s) < seconds or copied == 0:
-            target[:] = source
-            copied += 2 * nbytes
-        rates[index] = copied / elapsed_s
-
-    workers = [threading.Thread(target=copy, args=(index,)) for index in range(num_threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return sum(rates)
 
 
 def lockable_bytes(limit: int, try_lock: Callable[[int], bool]) -> int:

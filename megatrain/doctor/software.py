@@ -1,4 +1,4 @@
-"""Checks of installed packages and of the device that torch finds. Those of a GPU have never run on one."""
+"""Checks of installed packages and of the device that torch finds."""
 
 from __future__ import annotations
 

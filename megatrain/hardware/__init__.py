@@ -2,7 +2,7 @@
 
 from megatrain.hardware.machines import load_machine, machine_names, save_machine
 from megatrain.hardware.matmul import measure_matmul_peak
-from megatrain.hardware.memory import GIB, MemoryLimit, host_memory, resident_bytes
+from megatrain.hardware.memory import GIB, MemoryLimit, host_memory, memory_rate, resident_bytes
 from megatrain.hardware.spec import Drives, HardwareSpec, MemoryNode
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "load_machine",
     "machine_names",
     "measure_matmul_peak",
+    "memory_rate",
     "resident_bytes",
     "save_machine",
 ]

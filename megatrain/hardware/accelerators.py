@@ -113,19 +113,42 @@ def _cuda_repeats() -> Iterator[None]:
 
 @contextmanager
 def _cuda_in_full() -> Iterator[None]:
-    """Turn TF32 off, which rounds the factors of fp32 products to 10 bits."""
+    """Turn TF32 off, which rounds the factors of fp32 products to 10 bits.
+
+    torch has two sets of names for it, and refuses to read the older one where they differ; its own compiler
+    and its flags of cuDNN read that one. So both are set, and both are given back.
+    """
     import torch
 
+    products: Any = torch.backends.cuda.matmul
     of_cudnn: Any = torch.backends.cudnn
-    switches: list[Any] = [torch.backends.cuda.matmul, of_cudnn.conv, of_cudnn.rnn]
-    held = [switch.fp32_precision for switch in switches]
-    for switch in switches:
-        switch.fp32_precision = "ieee"
+    kernels: list[Any] = [products, of_cudnn.conv, of_cudnn.rnn]
+    libraries: list[Any] = [products, of_cudnn]
+    held = [kernel.fp32_precision for kernel in kernels]
+    if "tf32" not in held:
+        yield
+        return
+    allowed = [_allows_tf32(library) for library in libraries]
+    for library in libraries:
+        library.allow_tf32 = False
+    for kernel in kernels:
+        kernel.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for switch, precision in zip(switches, held, strict=True):
-            switch.fp32_precision = precision
+        for library, was_allowed in zip(libraries, allowed, strict=True):
+            if was_allowed is not None:
+                library.allow_tf32 = was_allowed
+        for kernel, precision in zip(kernels, held, strict=True):
+            kernel.fp32_precision = precision
+
+
+def _allows_tf32(library: Any) -> bool | None:
+    """Return the older switch of a library; None where torch refuses to read it."""
+    try:
+        return bool(library.allow_tf32)
+    except RuntimeError:
+        return None
 
 
 VENDORS: dict[str, Vendor] = {

@@ -1,4 +1,4 @@
-"""Host memory that this process may still take: of the machine, and of every cgroup above the process."""
+"""Host memory: what this process may still take, of the machine and of every cgroup, and how fast it is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import os
 import re
 import resource
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -51,6 +53,35 @@ def host_memory(root: Path = Path("/")) -> MemoryLimit:
     """
     limits = [_machine(root), *_cgroups(root), *_own_limits(root)]
     return min(limits, key=lambda limit: limit.available_bytes)
+
+
+def memory_rate(cpus: frozenset[int], *, num_threads: int, nbytes: int, seconds: float) -> float:
+    """Return bytes/s, read and written together, of copies by threads that run on `cpus`.
+
+    Each thread is bound to `cpus` before it touches its two buffers of `nbytes`, so that the system gives it
+    memory of their node. Where the system does not let it bind them, they run where they are.
+    """
+    import numpy
+
+    start, rates = threading.Barrier(num_threads), [0.0] * num_threads
+
+    def copy(index: int) -> None:
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus)  # of this thread alone
+        source, target = numpy.ones(nbytes, numpy.uint8), numpy.ones(nbytes, numpy.uint8)
+        start.wait()
+        began_s, copied = time.perf_counter(), 0
+        while (elapsed_s := time.perf_counter() - began_s) < seconds or copied == 0:
+            target[:] = source
+            copied += 2 * nbytes
+        rates[index] = copied / elapsed_s
+
+    workers = [threading.Thread(target=copy, args=(index,)) for index in range(num_threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(rates)
 
 
 def give_back_freed() -> None:

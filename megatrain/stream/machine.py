@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from megatrain.hardware import (
     load_machine,
     machine_names,
     measure_matmul_peak,
+    memory_rate,
 )
 from megatrain.hardware.accelerators import device_name, free_bytes, vendor_of
 from megatrain.optim.threads import update_threads, worker_threads
@@ -41,7 +43,9 @@ _VISIT_S = 1.5e-3
 """Of Python, beside a layer's own."""
 _LINK_BYTES = 64 << 20
 """That are copied to see how fast a GPU's link is."""
-_MEASURED = ("matmul_flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+_MEMORY_BYTES, _MEMORY_S = 64 << 20, 0.2
+"""Of each thread that copies, and for how long, to see how fast the host's memory is."""
+_MEASURED = ("matmul_flops_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory")
 _COMMON_GPU = "rtx-4090"
 """Machine file of a GPU that has none of its own."""
 
@@ -128,18 +132,27 @@ def common_gpu(device: torch.device, precision: str) -> HardwareSpec:
         # at the rates of its kind's drives; what these drives bear is for their owner to say
         drives=None if spec.drives is None else replace(spec.drives, rated_bytes_written=None),
         sources={**dict.fromkeys(_MEASURED, "measured"), "others": spec.name},
-        **_own_host(),
+        **_own_host(_host_bytes_per_s()),
     )
 
 
-def _own_host() -> dict[str, Any]:
+def _own_host(bytes_per_s: float = 2 * _COPY_BYTES_PER_S) -> dict[str, Any]:
     """Return what is known of this computer without its device, as fields of `HardwareSpec`."""
     threads = update_threads().num_threads
     return {
-        "memory": (MemoryNode(nbytes=host_memory().available_bytes, bytes_per_s=2 * _COPY_BYTES_PER_S),),
+        "memory": (MemoryNode(nbytes=host_memory().available_bytes, bytes_per_s=bytes_per_s),),
         "update_params_per_s": {threads: threads * _UPDATES_PER_S},
         "num_cores": worker_threads(),
     }
+
+
+def _host_bytes_per_s() -> float:
+    """Return the rate of the host's memory, read and written together, by as many threads as update.
+
+    Updates, sums and copies share it, and a server has ten times as much of it as a desktop.
+    """
+    cpus = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
+    return memory_rate(cpus, num_threads=worker_threads(), nbytes=_MEMORY_BYTES, seconds=_MEMORY_S)
 
 
 def _link_bytes_per_s(device: torch.device) -> tuple[float, float]:

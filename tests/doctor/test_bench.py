@@ -14,9 +14,9 @@ import torch
 from megatrain.doctor.bench import Bench, Sizes, run_bench
 from megatrain.doctor.drive import DriveBench, measure_drive
 from megatrain.doctor.machine_spec import keep, machine_of, this_machine
-from megatrain.doctor.rates import CopyRates, lockable_bytes, memory_rate, thread_counts
+from megatrain.doctor.rates import CopyRates, lockable_bytes, thread_counts
 from megatrain.errors import ConfigError
-from megatrain.hardware import load_machine, save_machine
+from megatrain.hardware import load_machine, memory_rate, save_machine
 from megatrain.optim.threads import worker_threads
 
 TINY = Sizes(

@@ -63,17 +63,29 @@ def test_the_engine_warns_of_what_it_cannot_set(
     assert "MAX_CONNECTIONS" not in caplog.text
 
 
-def test_fp32_is_computed_in_full_whatever_the_process_is_set_to() -> None:
-    """TF32 would round the factors to 10 bits; afterwards the setting is the user's again."""
+@pytest.mark.parametrize("way", ["older", "newer"])
+def test_fp32_is_computed_in_full_whatever_the_process_is_set_to(way: str) -> None:
+    """TF32 would round the factors to 10 bits; afterwards the setting is the user's again.
+
+    torch's compiler reads the older switch, and torch refuses to where only the newer one was set.
+    """
     of_cudnn: Any = torch.backends.cudnn
-    switches: list[Any] = [torch.backends.cuda.matmul, of_cudnn.conv]
-    held = [switch.fp32_precision for switch in switches]
+    libraries: list[Any] = [torch.backends.cuda.matmul, of_cudnn]
+    switches: list[Any] = [torch.backends.cuda.matmul, of_cudnn.conv, of_cudnn.rnn]
+    held = [switch.fp32_precision for switch in switches], [library.allow_tf32 for library in libraries]
     try:
+        for library in libraries if way == "older" else ():
+            library.allow_tf32 = True
         for switch in switches:
             switch.fp32_precision = "tf32"
         with in_full(CUDA), in_full(CUDA):
-            assert [switch.fp32_precision for switch in switches] == ["ieee", "ieee"]
-        assert [switch.fp32_precision for switch in switches] == ["tf32", "tf32"]
+            assert [switch.fp32_precision for switch in switches] == ["ieee"] * 3
+            assert [library.allow_tf32 for library in libraries] == [False, False]
+        assert [switch.fp32_precision for switch in switches] == ["tf32"] * 3
+        if way == "older":
+            assert [library.allow_tf32 for library in libraries] == [True, True]
     finally:
-        for switch, precision in zip(switches, held, strict=True):
+        for library, allowed in zip(libraries, held[1], strict=True):
+            library.allow_tf32 = allowed
+        for switch, precision in zip(switches, held[0], strict=True):
             switch.fp32_precision = precision

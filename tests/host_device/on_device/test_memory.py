@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.stream import machine
 from megatrain.stream.forward import attention
 from megatrain.stream.lanes import accelerator
 from megatrain.stream.ranks.own_gradients import OwnGradients
@@ -104,3 +105,12 @@ def test_products_are_in_full_while_a_model_is_attached(monkeypatch: Any) -> Non
     engine = attach_plainly(make_model(FAMILIES["llama_tied"]()), device=TYPE)
     assert [device.type for device in seen] == [TYPE]
     engine.detach()
+
+
+def test_the_rate_of_the_host_s_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates and copies share it: a plan that assumes a desktop's is far too slow on a server."""
+    monkeypatch.setattr(machine, "measure_matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr(machine, "memory_rate", lambda *_, **__: 123e9)
+    spec = machine.common_gpu(torch.device(TYPE, 0), "fp32")
+    assert spec.host_bytes_per_s == 123e9
+    assert spec.sources["memory"] == "measured"
