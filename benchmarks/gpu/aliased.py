@@ -22,7 +22,8 @@ from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import find_blocks
 from megatrain.model.weights.skeleton import build_skeleton
 from megatrain.store.planes import Planes
-from megatrain.store.state import HostState, Precision
+from megatrain.store.precision import Precision
+from megatrain.store.state import HostState
 from megatrain.stream.attach.bind import plan_layouts
 from megatrain.stream.job.job import Job
 from megatrain.stream.memory import host_planes

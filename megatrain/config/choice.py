@@ -58,6 +58,9 @@ class Choice:
     """The number of first layers that stay on the device with all their state, and are updated there."""
     outer_resident: bool = AUTO
     """Whether embedding, head and the like keep their optimizer state on the device too."""
+    mirror_resident: bool = AUTO
+    """Whether resident blocks have their places in RAM too. Without, their state is on the device alone, and
+    a device that is lost costs what is since the last checkpoint."""
     outer_streams: bool = AUTO
     """Whether embedding and head stream through the slots, each fetched for its use. Otherwise their weights
     and the fp32 sums of their gradients stay on the device."""
@@ -91,6 +94,11 @@ class Choice:
         """Return whether the state or the weights of any of so many blocks are on drives."""
         has_state = self.tier("moments") == "nvme" and self.blocks_in_ram < num_blocks
         return has_state or (self.tier("working") == "nvme" and self.weights_in_ram < num_blocks)
+
+    @property
+    def has_state_on_device(self) -> bool:
+        """Return whether the state of any block is on the device and nowhere else."""
+        return not self.mirror_resident and (self.resident_layers > 0 or self.outer_resident)
 
     @property
     def has_scratch_on_drives(self) -> bool:
@@ -181,6 +189,7 @@ class Choice:
     def describe(self) -> str:
         """Return one line for the log; nothing may be open."""
         outer = " and the outer blocks" if self.outer_resident else ""
+        outer += ", on the device alone" * self.has_state_on_device
         outer += "; embedding and head stream" * self.outer_streams
         return (
             f"layers: {len(self.activations)}{' in fragments' * self.fragments} through {self.num_slots} "
@@ -233,6 +242,7 @@ class Choice:
             "fragments": False,
             "resident_layers": 0,
             "outer_resident": False,
+            "mirror_resident": True,
             "outer_streams": False,
             "lockstep": 1,
             "updates": Updates.DEFERRED.value,
@@ -252,6 +262,7 @@ KEYS: Mapping[str, str] = {
     "boundaries": "memory.boundaries",
     "fragments": "memory.fragments",
     "resident_layers": "memory.resident_blocks",
+    "mirror_resident": "memory.mirror_resident",
     "lockstep": "memory.lockstep",
     "num_gradient_buffers": "memory.num_gradient_buffers",
     "gradients": "memory.gradients",
@@ -392,7 +403,12 @@ def part_of(
                 f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one "
                 "rank"
             )
-        choice = replace(choice, sums="device")
+        if choice.given.get("mirror_resident") is False:
+            raise ConfigError(
+                f"mirror_resident ({KEYS['mirror_resident']}) is False, but {num_ranks} ranks train "
+                "together, which keep one state in RAM; use True, or one rank"
+            )
+        choice = replace(choice, sums="device", mirror_resident=True)
     if batch is None:
         return choice, None
     part = batch.runs.shared_out(num_ranks, batch.sequence)

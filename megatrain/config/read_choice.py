@@ -28,6 +28,7 @@ _ALLOWED: Mapping[str, Sequence[Any]] = {
     "fragments": (False, True),
     "outer_resident": (False, True),
     "outer_streams": (False, True),
+    "mirror_resident": (False, True),
     "sums": SUMS,
     "updates": [schedule.value for schedule in Updates],
 }

@@ -74,6 +74,11 @@ def resident_state(sizes: BlockBytes, optimizer: Optimizer, num_ranks: int = 1) 
     return own.remainder_bytes + own.optimizer_bytes(optimizer)
 
 
+def whole_state(sizes: BlockBytes, optimizer: Optimizer) -> int:
+    """Return the bytes of all of a block's state, as it is in RAM."""
+    return working_plane(sizes) + remainder_plane(sizes) + sizes.optimizer_bytes(optimizer)
+
+
 def gradient_buffer(sizes: BlockBytes, is_wide: bool, room: SumRoom = ONE_SUM) -> int:
     """Return the bytes of a gradient buffer for a block.
 
@@ -289,6 +294,7 @@ def host_planes(
     *,
     room: SumRoom,
     kept: BlockTotals | None = None,
+    on_device: Selection | None = None,
 ) -> dict[str, int]:
     """Return the bytes of each plane in RAM of a state that is not on drives.
 
@@ -299,10 +305,19 @@ def host_planes(
         room: The room for partial sums, as in `gradient_planes`.
         kept: The sizes of what a node keeps of the remainder, optimizer state and gradients of each block;
             None: all.
+        on_device: The blocks whose state is on the device and nowhere else; None: there are none.
     """
-    state = blocks if kept is None else kept.pick(blocks)
-    planes = state_planes(blocks, state, optimizer)
-    return planes | gradient_planes(blocks, places.kept_by(kept), room=room)
+    away = set(on_device or ())
+    at_home = blocks.without(away)
+    state = at_home if kept is None else kept.pick(at_home)
+    planes = state_planes(at_home, state, optimizer) | gradient_planes(
+        blocks, places.kept_by(kept), room=room
+    )
+    if not away or on_device is None:
+        return planes
+    planes["state read from the device"] = on_device.largest(whole_state, optimizer)
+    loaded = blocks.total(working_plane) + blocks.total(remainder_plane)
+    return planes | {"state until it is on the device": max(0, loaded - sum(planes.values()))}
 
 
 def gradient_planes(blocks: Selection, places: GradientPlaces, *, room: SumRoom) -> dict[str, int]:

@@ -84,6 +84,10 @@ class Selection:
         """Return the blocks of both, which have none in common."""
         return Selection(self._totals, self._ranges + other._ranges)
 
+    def without(self, blocks: Collection[int]) -> Selection:
+        """Return those that are none of `blocks`."""
+        return self._totals.pick(block for block in self if block not in blocks) if blocks else self
+
     def total(self, of: Callable[..., int], *args: Hashable) -> int:
         """Return the sum of `of(sizes, *args)` over the blocks."""
         return sum(self._totals.total(of, args, start, stop) for start, stop in self._ranges)

@@ -95,13 +95,14 @@ class Arena:
             self._bytes.zero_()
 
     def give_back(self, part: Tensor) -> None:
-        """Give the whole pages of a view of shared memory back to the system; nobody needs what is there."""
-        assert self._is_shared
+        """Give the whole pages of a view, which is not locked, back to the system, with what is there."""
+        assert self._map.locked is None
         start = part.data_ptr() - self._bytes.data_ptr()
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (start + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < stop:
-            self._map.madvise(mmap.MADV_REMOVE, first, stop - first)
+        if first < stop and hasattr(mmap, "MADV_DONTNEED"):
+            advice = mmap.MADV_REMOVE if self._is_shared else mmap.MADV_DONTNEED
+            self._map.madvise(advice, first, stop - first)
 
     def touch(self) -> None:
         """Take all pages now, in as many threads as there are CPUs; the content stays.

@@ -5,7 +5,7 @@ A block has a part of every plane but of those that the placement has put on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -20,7 +20,7 @@ from megatrain.hardware import GIB
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING
+from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING, padded
 from megatrain.store.arena import Arena
 from megatrain.store.block_state import BlockState
 from megatrain.store.placement import Placement
@@ -33,13 +33,21 @@ _OWN = frozenset({"accumulator", "staging", "staging of weights", "paged"})
 class Planes:
     """The arenas of a state, and the views of its blocks into them."""
 
-    def __init__(self, layouts: Sequence[BlockLayout], placement: Placement, ranks: StateRanks) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        placement: Placement,
+        ranks: StateRanks,
+        on_device: Collection[int] = (),
+    ) -> None:
         """Allocate the working plane in RAM, and addresses without memory for weights on the drives.
 
         Args:
             layouts: The layouts of the blocks.
             placement: Which blocks have their state, and their weights, on the drives.
             ranks: The ranks that map one state; some planes each has for itself.
+            on_device: The blocks whose state will be on the device and nowhere else: their planes here are
+                apart from the others, and are never locked, so that their memory can be given back.
         """
         self.layouts = layouts
         self._placement = placement
@@ -49,18 +57,21 @@ class Planes:
         self.sum_room = SumRoom()
         """The room for partial sums, in the accumulator plane."""
         self.arenas: dict[str, Arena] = {}
+        self.apart: dict[str, Arena] = {}
+        """The memory of planes of blocks `on_device`, while these are here."""
+        self._on_device = frozenset(on_device)
+        self._parts_apart: dict[str, list[Tensor]] = {}
+        """By plane and block: whole pages of that memory."""
         self._staging: list[Tensor] = []
         sizes = [pools.working_plane(layout.sizes) for layout in layouts]
-        away = [number in placement.working_on_drives for number in range(len(layouts))]
-        here, there = (
-            self._allocate(name, [n if is_away is gone else 0 for n, gone in zip(sizes, away, strict=True)])
-            for name, is_away in (("working", False), ("paged", True))
-        )
+        away = placement.working_on_drives
+        there = self._allocate("paged", [n if b in away else 0 for b, n in enumerate(sizes)])
+        here = self._allocate_parts("working", [0 if b in away else n for b, n in enumerate(sizes)])
         self.paged = self.arenas.pop("paged")
         self.blocks = [
             BlockState(
                 layout,
-                (there if away[number] else here)[number][: layout.working_bytes],
+                (there if number in away else here)[number][: layout.working_bytes],
                 is_here=number not in placement.state_on_drives,
             )
             for number, layout in enumerate(layouts)
@@ -141,6 +152,8 @@ class Planes:
     def release(self, plane: str) -> None:
         """Give a plane's memory back, if it is there."""
         self.arenas.pop(plane, None)
+        self.apart.pop(plane, None)
+        self._parts_apart.pop(plane, None)
         if plane == "accumulator":
             self.sum_room = SumRoom()
         if plane == "staging":
@@ -155,6 +168,27 @@ class Planes:
             if plane in self.arenas:
                 self.arenas[plane].drop()
 
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes of the planes of blocks that will be on the device, as they are before."""
+        return sum(arena.nbytes for arena in self.apart.values())
+
+    def give_back(self, block: int, planes: Iterable[str]) -> None:
+        """Give the memory of some planes of a block back, whose state is on the device; addresses stay."""
+        for name in planes:
+            self.apart[name].give_back(self._parts_apart[name][block])
+
+    def _allocate_parts(self, plane: str, sizes: Sequence[int]) -> list[Tensor]:
+        """Allocate a plane of state as `_allocate`; that of blocks on the device apart from the others."""
+        apart: list[Tensor] = []
+        if self._on_device:
+            nbytes = [padded(n) if b in self._on_device else 0 for b, n in enumerate(sizes)]
+            apart = self._parts_apart[plane] = self._allocate(plane, nbytes)
+            self.apart[plane] = self.arenas.pop(plane)
+        found = self._allocate(plane, [0 if b in self._on_device else n for b, n in enumerate(sizes)])
+        found = [apart[b] if b in self._on_device else part for b, part in enumerate(found)]
+        return found
+
     def _allocate(self, plane: str, sizes: Sequence[int]) -> list[Tensor]:
         """Allocate an arena; return parts of it, uint8, of so many bytes each."""
         nbytes = sum(sizes)
@@ -167,9 +201,11 @@ class Planes:
         self, plane: str, of: Callable[[BlockBytes], int], numels: Sequence[int], dtype: torch.dtype
     ) -> None:
         """Allocate a plane: of each block as many bytes as a pool's function says, for so many elements."""
-        gone = () if plane in ("gradient", "accumulator") else self._placement.state_on_drives
+        is_state = plane not in ("gradient", "accumulator")
+        gone = self._placement.state_on_drives if is_state else ()
+        allocate = self._allocate_parts if is_state else self._allocate
         here = [numel if block not in gone else 0 for block, numel in enumerate(numels)]
         sizes = [of(layout.sizes) if numel else 0 for layout, numel in zip(self.layouts, here, strict=True)]
-        for block, part, numel in zip(self.blocks, self._allocate(plane, sizes), here, strict=True):
+        for block, part, numel in zip(self.blocks, allocate(plane, sizes), here, strict=True):
             if numel:
                 block.set_plane(plane, part[: numel * dtype.itemsize].view(dtype))

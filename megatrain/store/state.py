@@ -4,23 +4,20 @@ Where a plane of a block is, three facts say: the `Placement`, whether it is in 
 drives; `NodeParts`, what of it this node keeps; and the arena that holds it, which all ranks of a node map. A
 single process without drives has everything in RAM, whole, and is no case of its own.
 
-What must stay true: peak host memory while a model is loaded is that of the placement plus the blocks that
-are half loaded, which is one where the files hold block after block; a plane on the drives is never read as
-if it were here.
+What must stay true: peak host memory while a model is loaded is that of the placement plus half loaded
+blocks, which is one where files hold block after block; no plane on drives is read as if it were here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from megatrain.config.choice import read_member
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.errors import CapacityError, ConfigError
@@ -29,28 +26,14 @@ from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.store.arena import Arena
 from megatrain.store.block_state import BlockState, write_value
 from megatrain.store.nodes import NodeParts
+from megatrain.store.on_device import BlocksOnDevice
 from megatrain.store.on_drives import BlocksOnDrives, page_memory
 from megatrain.store.placement import Placement, Tiers
 from megatrain.store.planes import Planes
+from megatrain.store.precision import Precision
 from megatrain.store.ranks import StateRanks
 
 _log = logging.getLogger(__name__)
-
-
-class Precision(str, Enum):
-    """How weights are kept: `fp32` is its own master; `bf16` is a split fp32 master."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-
-
-def read_precision(name: str) -> Precision:
-    """Return the precision of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    return read_member(Precision, name, "precision")
 
 
 class HostState:
@@ -60,7 +43,7 @@ class HostState:
     """Lets the other nodes `lend` a block to this rank, which reads by itself; None: all borrow together."""
     limit: int | None = None
     """The bytes that all planes may take; None: what the machine has."""
-    make_planes: Callable[[Sequence[BlockLayout], Placement, StateRanks], Planes] = Planes
+    make_planes: Callable[[Sequence[BlockLayout], Placement, StateRanks, Collection[int]], Planes] = Planes
     """Allocates the memory of planes in RAM."""
 
     def __init__(
@@ -72,6 +55,7 @@ class HostState:
         optimizer: Optimizer,
         sum_room: SumRoom,
         ranks: StateRanks,
+        on_device: Collection[int] = (),
     ) -> None:
         """Decide where planes live, open the drives, then allocate the working plane and the remainder.
 
@@ -82,6 +66,7 @@ class HostState:
             optimizer: The optimizer whose state it will be.
             sum_room: The room for partial sums that the placement counts on, as `place` takes it.
             ranks: The ranks that keep one state, in RAM and on the drives.
+            on_device: The blocks whose state an optimizer will have on the device, and nowhere else.
 
         Raises:
             MegatrainError: RAM or a drive does not hold its part; nothing was allocated.
@@ -120,7 +105,8 @@ class HostState:
         self.record = self.on_drives.open()
         """What was committed, if that is what this state goes on from; the first rank knows it."""
         try:
-            self.planes = self.make_planes(self.layouts, self.on_drives.placement, ranks)
+            self.planes = self.make_planes(self.layouts, self.on_drives.placement, ranks, on_device)
+            self.on_device = BlocksOnDevice(on_device, self.planes)
             self.blocks = self.planes.blocks
             self._owner = {
                 entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries
@@ -162,14 +148,20 @@ class HostState:
         return self._parts.are_several
 
     def is_for(
-        self, layouts: Sequence[BlockLayout], precision: Precision, tiers: Tiers | None, optimizer: Optimizer
+        self,
+        layouts: Sequence[BlockLayout],
+        precision: Precision,
+        tiers: Tiers | None,
+        optimizer: Optimizer,
+        on_device: Collection[int] = (),
     ) -> bool:
         """Whether this is the state that these settings ask for.
 
         Raises:
             ConfigError: It is not, and no other can take its place: it is on drives, or on several nodes.
         """
-        is_same = self.precision is precision and list(self.layouts) == list(layouts)
+        is_same = self.on_device.blocks == frozenset(on_device) and self.precision is precision
+        is_same = is_same and list(self.layouts) == list(layouts)
         kept, asked = (None if each is None else each.asked for each in (self.on_drives.tiers, tiers))
         if self.has_drives and not (is_same and kept == asked and optimizer == self._planned):
             raise ConfigError(
@@ -254,6 +246,10 @@ class HostState:
             block: The block's number.
             writes: Whether changes of the caller are kept; without, it must change nothing.
         """
+        if self.on_device.holds(block):
+            with self.on_device.borrow(block, writes=writes, has_working=self._has_brought) as lent:
+                yield lent
+            return
         if writes or not self.is_parted:
             lent, buffer = self._lend(block)
             if buffer is not None:
@@ -281,6 +277,8 @@ class HostState:
     def lend_working(self, block: int) -> Tensor:
         """Return a block's working bytes, (working_bytes,), to be read at once; in new memory from drives."""
         working = self.blocks[block].working
+        if self.on_device.holds(block) and not self._has_brought:
+            return self.on_device.read_working(block)
         if not self.on_drives.holds_working(block):
             return working
         buffer = self._working_buffer(block)
@@ -301,7 +299,8 @@ class HostState:
         """
         number, entry = self.number_of(name), self._owner[name][1]
         away = self.on_drives
-        if away.holds_state(number) and number not in self._filling and away.is_filled(number):
+        is_filled = away.holds_state(number) and number not in self._filling and away.is_filled(number)
+        if is_filled or self.on_device.holds(number):
             with self.borrow(number, writes=True) as block:
                 write_value(block, entry, value, region)
             return
@@ -322,21 +321,23 @@ class HostState:
     @property
     def has_working(self) -> bool:
         """Whether all weights can be read at their addresses."""
-        return self._has_brought or not self.on_drives.placement.working_on_drives
+        return self._has_brought or not (self.on_drives.placement.working_on_drives or self.on_device.held)
 
     def bring_working(self) -> None:
-        """Make the weights that live on the drives readable at their addresses, until `drop_working`.
+        """Make weights that live on drives or the device readable at their addresses, until `drop_working`.
 
         Raises:
             CapacityError: The machine has no room for them.
         """
         if self.has_working:
             return
+        on_device = self.on_device.working_bytes
         _require_room(
-            self.planes.paged.nbytes,
-            "the weights on the drives take",
+            self.planes.paged.nbytes + on_device,
+            f"the weights on the {'device' if on_device else 'drives'} take",
             "read them block by block (engine.named_masters), or save a checkpoint",
         )
+        self.on_device.bring_working()
         for block in sorted(self.on_drives.placement.working_on_drives):
             self.blocks[block].working.copy_(self.lend_working(block))
         self._has_brought = True
@@ -348,6 +349,7 @@ class HostState:
         """
         if self._ranks.local_rank:
             self.drop_working()
+        self.on_device.keep_working(has_brought=self._has_brought)
         for block in sorted(self.on_drives.placement.working_on_drives) if self._has_brought else ():
             working, buffer = self.blocks[block].working, self._working_buffer(block)
             buffer[: working.numel()].copy_(working)
@@ -357,6 +359,7 @@ class HostState:
         """Give the memory of `bring_working` back: the weights are about to change on the drives."""
         if self._has_brought:
             self.planes.paged.drop()
+            self.on_device.drop_working()
             self._has_brought = False
 
     def mark_changed(self, *blocks: int) -> None:

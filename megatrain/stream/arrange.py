@@ -136,6 +136,13 @@ def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:
             f"the choice puts {'a part' if wanted else 'nothing'} of the state on drives (tiers), where "
             f"{'a part' if now_there else 'nothing'} of it is; detach the engine, and attach again"
         )
+    for one, other in ((choice, old), (old, choice)):
+        alone = (other.resident_layers, other.outer_resident, other.mirror_resident)
+        if one.has_state_on_device and (one.resident_layers, one.outer_resident, False) != alone:
+            raise ConfigError(
+                "the state of resident blocks is on the device alone (mirror_resident=False), so the same "
+                "blocks have to stay there; detach the engine, and attach again"
+            )
     kept = ("head_chunk_tokens", "tiers", "blocks_in_ram", "weights_in_ram")
     return replace(choice, **{name: getattr(old, name) for name in kept})
 

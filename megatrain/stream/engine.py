@@ -439,9 +439,14 @@ class Engine:
 
         What is left beside them is the rest of fp32 masters, with which a later `attach` in bf16 goes on, but
         for weights that were changed meanwhile; of state on drives, and of the optimizer's, nothing is left.
+
+        Raises:
+            CapacityError: State is on the device alone, and RAM does not hold it; nothing was changed.
         """
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
+        self.settle()
+        self.executor.states.bring_home(optimizer=False)
         self.sync()
         self._model_forward.remove()
         self.close(removes=True)

@@ -15,7 +15,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block
-from megatrain.store.state import Precision
+from megatrain.store.precision import Precision
 from megatrain.stream.forward.arrangement import places_of, residency_of
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.job.job import Job
@@ -28,7 +28,13 @@ _ACTIVATIONS_SHARE = 0.8
 
 
 def require_host_memory(
-    job: Job, layouts: Sequence[BlockLayout], places: GradientPlaces, room: SumRoom, *, held: int
+    job: Job,
+    layouts: Sequence[BlockLayout],
+    places: GradientPlaces,
+    room: SumRoom,
+    *,
+    held: int,
+    on_device: Collection[int] = (),
 ) -> None:
     """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
 
@@ -38,6 +44,7 @@ def require_host_memory(
         places: The places where complete gradients wait.
         room: The room for partial sums in fp32 that are kept between rounds, beside complete gradients.
         held: The number of bytes that are taken already and will be part of the state, or given back.
+        on_device: The blocks whose state will be on the device and nowhere else.
 
     Raises:
         CapacityError: The state does not fit.
@@ -45,7 +52,7 @@ def require_host_memory(
     if job.tiers is not None:
         return
     optimizer, limit = job.optimizer, job.host_limit
-    planes = host_planes(job, layouts, places, room)
+    planes = host_planes(job, layouts, places, room, on_device)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
@@ -78,12 +85,18 @@ def require_host_memory(
 
 
 def host_planes(
-    job: Job, layouts: Sequence[BlockLayout], places: GradientPlaces, room: SumRoom
+    job: Job,
+    layouts: Sequence[BlockLayout],
+    places: GradientPlaces,
+    room: SumRoom,
+    on_device: Collection[int] = (),
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
     sizes, ranks = [layout.sizes for layout in layouts], job.ranks
     kept = node_totals(sizes, ranks.size, ranks.num_nodes, ranks.node)
-    return pools.host_planes(BlockTotals(sizes)[:], places, job.optimizer, room=room, kept=kept)
+    totals = BlockTotals(sizes)
+    away = totals.pick(sorted(on_device))
+    return pools.host_planes(totals[:], places, job.optimizer, room=room, kept=kept, on_device=away)
 
 
 def room_for_activations(binding: Binding, choice: Choice) -> int:
@@ -94,7 +107,8 @@ def room_for_activations(binding: Binding, choice: Choice) -> int:
         return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
     room = binding.job.sum_room(choice)
     places = places_of(choice, binding.blocks, host.layouts)
-    planes = host_planes(binding.job, host.layouts, places, pools.ONE_SUM if room == SumRoom() else room)
+    sums = pools.ONE_SUM if room == SumRoom() else room
+    planes = host_planes(binding.job, host.layouts, places, sums, host.on_device.blocks)
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
     return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
 

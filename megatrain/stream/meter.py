@@ -20,7 +20,7 @@ from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.accelerators import allocator_counts
 from megatrain.model.head import targets_of
 from megatrain.plan.program.kinds import Lane
-from megatrain.store.state import Precision
+from megatrain.store.precision import Precision
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.micro_batches import MicroBatchSize
 from megatrain.stream.lanes import Record

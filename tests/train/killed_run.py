@@ -1,8 +1,8 @@
-"""Trains a run through many kill -9s: `python -m tests.train.killed_run ROOT NUM_KILLS SEED STEPS [drives]`.
+"""Trains a run through many kill -9s: `python -m tests.train.killed_run ROOT NUM_KILLS SEED STEPS [WHERE]`.
 
 Everything is imported, counted and compiled once, in a dry run; each attempt is a fork, so that a kill costs
 no start-up. With `drives`, the killed run has its state on two drives and no checkpoint before the end, and
-`log.txt` says where it went on.
+`log.txt` says where it went on. With `device`, it has two of its layers on the device and nowhere else.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ IN_RAM: dict[str, dict[str, Any]] = {
 }
 
 
-def sections_of(root: Path, out: str, steps: int, *, drives: bool) -> dict[str, dict[str, Any]]:
-    """Return the settings of a run; with drives, both runs have the same but for the drives."""
-    chosen = {name: dict(values) for name, values in (ON_DRIVES if drives else IN_RAM).items()}
+def sections_of(root: Path, out: str, steps: int, *, where: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of a run; both runs have the same but for where the state is."""
+    chosen = {name: dict(values) for name, values in (ON_DRIVES if where == "drives" else IN_RAM).items()}
     chosen["train"]["steps"] = steps
-    if drives:
+    if where == "device":
+        chosen["train"] |= {"device": "emulated", "precision": "bf16"}
+        chosen["memory"] = {"resident_blocks": 0}
+        if out == "killed":
+            chosen["memory"] = {"resident_blocks": 2, "mirror_resident": False}
+    if where == "drives":
         chosen["checkpoint"] = {"every": None}
         if out == "killed":
             nvme = [str(root / "drive0"), str(root / "drive1")]
@@ -46,7 +51,7 @@ def sections_of(root: Path, out: str, steps: int, *, drives: bool) -> dict[str, 
     return chosen
 
 
-def attempt(root: Path, out: str, steps: int, *, drives: bool) -> int:
+def attempt(root: Path, out: str, steps: int, *, where: str) -> int:
     """Run the training in a child; returns its process id."""
     child = os.fork()
     if child:
@@ -54,9 +59,9 @@ def attempt(root: Path, out: str, steps: int, *, drives: bool) -> int:
     code = 1
     try:
         torch.set_num_threads(1)
-        if drives:
+        if where == "drives":
             logging.basicConfig(filename=root / "log.txt", level=logging.INFO)
-        train(make_config(root, out, **sections_of(root, out, steps, drives=drives)))
+        train(make_config(root, out, **sections_of(root, out, steps, where=where)))
         code = 0
     finally:
         os._exit(code)
@@ -81,20 +86,20 @@ def wait_for_rows(child: int, run: Path, number: int) -> None:
         time.sleep(0.005)
 
 
-def main(root: Path, num_kills: int, seed: int, steps: int, *, drives: bool) -> None:
+def main(root: Path, num_kills: int, seed: int, steps: int, *, where: str) -> None:
     """Train `whole` once and `killed` through `num_kills` kills at random moments.
 
     One attempt in four is killed at any moment, the others in the middle of their steps, a few of which they
     have taken, however slow the computer is.
     """
-    dry_run(make_config(root, "whole", **sections_of(root, "whole", steps, drives=drives)), lambda _: None)
-    if wait(attempt(root, "whole", steps, drives=drives)):
+    dry_run(make_config(root, "whole", **sections_of(root, "whole", steps, where=where)), lambda _: None)
+    if wait(attempt(root, "whole", steps, where=where)):
         sys.exit("the uninterrupted run failed")
     chance = random.Random(seed)
     kills = 0
     while kills < num_kills:
         before = num_rows(root / "killed")
-        child = attempt(root, "killed", steps, drives=drives)
+        child = attempt(root, "killed", steps, where=where)
         if kills % 4 != 3:
             wait_for_rows(child, root / "killed", before + chance.randint(1, max(1, 2 * steps // num_kills)))
         time.sleep(chance.uniform(0.0, 0.1 if kills % 4 != 3 else 1.0))
@@ -105,10 +110,10 @@ def main(root: Path, num_kills: int, seed: int, steps: int, *, drives: bool) -> 
         elif status != -signal.SIGKILL:
             sys.exit(f"attempt {kills} failed by itself with {status}")
         kills += 1
-    if wait(attempt(root, "killed", steps, drives=drives)):
+    if wait(attempt(root, "killed", steps, where=where)):
         sys.exit("the last attempt failed")
     print(f"{kills} kills in {steps} steps")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), drives=sys.argv[5:] == ["drives"])
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), where=sys.argv[5] if sys.argv[5:] else "ram")

@@ -152,6 +152,10 @@ class MemoryConfig(Section):
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
     resident_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """First layers that stay on the device with all their state. `auto` = as planned; none on a CPU."""
+    mirror_resident: bool | Literal["auto"] = "auto"
+    """Keep room in RAM for the state of layers that stay on the device too. `false` = it is on the device
+    alone, which adds the device's memory to the host's, and checkpoints are written from there; `auto` =
+    `true` where RAM has the room."""
     lockstep: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = as planned."""
     gradients: Annotated[str, one_of(*GRADIENTS, "auto")] = "auto"
@@ -405,4 +409,9 @@ def conflicts(config: Config) -> list[str]:
                 "(memory.tiers.nvme), from where no layer goes to the device for good; use "
                 "memory.resident_blocks=0, or memory.commit_every=null if RAM holds the state"
             )
+    if memory.mirror_resident is False and memory.drives:
+        problems.append(
+            "memory.mirror_resident is false, but memory.tiers.nvme names drives, from where no layer goes "
+            "to the device for good; use memory.mirror_resident=auto, or no drives"
+        )
     return problems

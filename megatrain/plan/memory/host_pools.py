@@ -15,7 +15,10 @@ from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.memory.device_pools import host_planes
 from megatrain.plan.memory.layer_runs import layer_runs
 
-_PEAKS = ("boundaries", "activations", "staging of activations", "state of other nodes")
+_PEAKS = (
+    *("boundaries", "activations", "staging of activations", "state of other nodes"),
+    *("state read from the device", "state until it is on the device"),
+)
 _SHARED = ("working", "remainder", "gradient", "state of other nodes")
 """The pools in RAM that the ranks of a node have together, as they do the optimizer's planes; each rank has
 its own of the rest."""

@@ -37,6 +37,9 @@ class Breadth(Enum):
     ALL = "all"
 
 
+_PARTS = 8
+"""Numbers of resident layers that are looked at for what takes least memory."""
+
 _ROUND_TOKENS = 16_384
 """Tokens of a round behind whose compute the copies of weights hide on common links: a first guess."""
 
@@ -77,13 +80,61 @@ def _longest_rounds(request: Request, frames: Iterator[Choice]) -> Iterator[Choi
 
 def first_fit(request: Request) -> Choice | None:
     """Return a choice that fits, one that takes little memory; None: none does."""
+    found = _first_fit(request)
+    if found is not None:
+        return found
+    return next((fit for asked in on_device_alone(request) if (fit := _first_fit(asked))), None)
+
+
+def on_device_alone(request: Request) -> list[Request]:
+    """Return the same with the state of resident blocks on the device and nowhere else, where that may help.
+
+    As many layers as make enough room in RAM are resident; then as many as the device holds, and half-way
+    between. None where that is decided otherwise, or fits nowhere.
+    """
+    if not _may_be_alone(request):
+        return []
+    if request.choice.resident_layers != AUTO:
+        return [_alone(request, request.choice.resident_layers)]
+    most = _most_alone(request)
+    fewest = next((n for n in range(1, most + 1) if _first_fit(_alone(request, n))), None)
+    if fewest is None:
+        return []
+    fitting = [n for n in {(fewest + most) // 2, most} if n > fewest and _first_fit(_alone(request, n))]
+    return [_alone(request, n) for n in [fewest, *sorted(fitting)]]
+
+
+def _may_be_alone(request: Request) -> bool:
+    """Return whether state may be on the device and nowhere else, and nobody has said otherwise."""
+    given, spec = request.choice, request.spec
+    is_open = given.mirror_resident in (AUTO, False) and given.tiers in (AUTO, frozenset())
+    needs_drives = request.commits or "nvme" in (given.boundaries, given.sums)
+    return is_open and not needs_drives and spec.has_accelerator and request.batch.num_ranks == 1
+
+
+def _alone(request: Request, num_layers: int) -> Request:
+    decided = {"mirror_resident": False, "resident_layers": num_layers, "tiers": frozenset()}
+    return replace(request, choice=replace(request.choice, **decided))  # type: ignore[arg-type]
+
+
+def _most_alone(request: Request) -> int:
+    """Return the largest number of layers of which the device holds all state beside the rest of a step."""
+
+    def are_too_many(number: int) -> bool:
+        frames = _frames(_alone(request, number), frozenset(), Breadth.LEAST)
+        return all(is_too_large(request, frame) for frame in frames)
+
+    return most_within(len(request.anatomy.layers), lambda number: 2 * are_too_many(number) - 1)
+
+
+def _first_fit(request: Request) -> Choice | None:
     for tiers in _tiers(request):
         for frame in _frames(request, tiers, Breadth.LEAST) if _has_ram(request, tiers) else ():
             found = _placed_if_it_fits(request, frame)
             if found is not None:
                 return found
     on_drives = with_activations_on_drives(request)
-    return None if on_drives is None else first_fit(on_drives)
+    return None if on_drives is None else _first_fit(on_drives)
 
 
 def _fitting(request: Request) -> list[tuple[frozenset[tuple[str, str]], list[Choice]]]:
@@ -104,6 +155,8 @@ def _has_ram(request: Request, tiers: frozenset[tuple[str, str]]) -> bool:
     """Return whether RAM holds the planes of all blocks not on drives, which every choice takes there."""
     limit, there = request.limits["ram"], dict(tiers)
     assert limit is not None
+    if request.choice.mirror_resident is False:
+        return True
     totals = BlockSums.of(request.anatomy, fragments=False)
     kept, nobody = totals.kept_by_node(request.batch) or totals.totals, totals.totals[:0]
     weights = nobody if there.get("working") == "nvme" else totals.totals[:]
@@ -207,6 +260,11 @@ def _smallest(request: Request) -> Iterator[Choice]:
     for asked in [request] if on_drives is None else [request, on_drives]:
         for tiers in _tiers(asked):
             yield from _frames(asked, tiers, Breadth.LEAST)
+    if _may_be_alone(request) and request.choice.resident_layers == AUTO:
+        most = _most_alone(request)
+        # what leaves least in RAM may be fewer, beside which gradients wait on the device
+        for number in sorted({-(-most * part // _PARTS) for part in range(1, _PARTS + 1)} - {0}):
+            yield from _frames(_alone(request, number), frozenset(), Breadth.LEAST)
 
 
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
@@ -273,6 +331,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
                 fragments=fragments,
                 resident_layers=decided(given.resident_layers, 0),
                 outer_resident=outer,
+                mirror_resident=decided(given.mirror_resident, True),
                 outer_streams=streams,
                 lockstep=lockstep,
                 updates=updates,

@@ -272,7 +272,7 @@ def _all_but(*names: str) -> Callable[[Choice], tuple[object, ...]]:
     return attrgetter(*(field.name for field in fields(Choice) if field.name not in names))
 
 
-_OFF_DEVICE = ("updates", "sums", "tiers", "blocks_in_ram", "weights_in_ram")
+_OFF_DEVICE = ("updates", "sums", "tiers", "blocks_in_ram", "weights_in_ram", "mirror_resident")
 _ALLOCATED = _all_but(*_OFF_DEVICE, "activations", "boundaries")
 _MOMENT = _all_but(*_OFF_DEVICE, "num_slots", "num_gradient_buffers", "gradients")
 _ELSEWHERE = _all_but("num_slots", "num_gradient_buffers", "activations")

@@ -16,6 +16,7 @@ from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
     list_choices,
+    on_device_alone,
     values_of,
     with_activations_on_drives,
 )
@@ -62,11 +63,25 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
     at like any others where nothing fits without them. Around what was found, policies are tried that
     `Policy.refines` says.
 
+    Where RAM alone does not hold the state, all of this is done again with resident blocks whose state is on
+    the device and nowhere else, in three numbers of them.
+
     Args:
         request: The request to plan.
         budget: The number of operations that are placed before the best choice so far is taken.
         enough_s: The seconds of a step with which the search ends.
     """
+    best = _search(request, budget, enough_s)
+    if best is not None and (request.choice.mirror_resident is False or not best.choice.uses_drives):
+        return best
+    for asked in on_device_alone(request):
+        found = _search(asked, budget, enough_s)
+        if found is not None and (best is None or _is_better(found.step, best.step)):
+            best = found
+    return best
+
+
+def _search(request: Request, budget: int, enough_s: float) -> Found | None:
     first, *others = values_of(request.choice.sums, sum_options(request))
     others = others if request.batch.num_micro_batches > 1 else []
     race = _Race(_with_sums(request, first), budget, enough_s)

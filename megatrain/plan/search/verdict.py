@@ -84,6 +84,8 @@ class Verdict:
     """None: the drives last, or have nothing to write, or their endurance is not known."""
     is_endurance_unknown: bool = False
     """The run writes to drives of which nobody has said how much they bear."""
+    is_on_device_alone: bool = False
+    """The state of resident blocks is on the device and nowhere else."""
 
     @property
     def kind(self) -> Kind:
@@ -116,10 +118,15 @@ class Verdict:
 
     @property
     def reasons(self) -> list[str]:
-        """Say what makes it tight, and what is not known: a few words each."""
+        """Say what makes it tight, what is not known and what may be lost: a few words each."""
         found = [less.text for less in self.with_less]
         if self.is_endurance_unknown:
             found.append("how long the drives last is not known (hardware.rated_bytes_written: their TBW)")
+        if self.is_on_device_alone:
+            found.append(
+                "resident layers are on the device alone, so a device that is lost costs what is since the "
+                "last checkpoint"
+            )
         return found
 
     @property
@@ -149,6 +156,7 @@ class Verdict:
             ],
             "wear": None if wear is None else {"day": wear.day, "num_days": wear.num_days},
             "endurance_known": not self.is_endurance_unknown,
+            "on_device_alone": self.is_on_device_alone,
         }
 
 
@@ -183,6 +191,7 @@ def judge(
         with_less=tuple(_with_less(request, plan, others, progress)),
         wear=wear_of(request, plan, tokens=tokens, written_bytes=written_bytes),
         is_endurance_unknown=is_unknown,
+        is_on_device_alone=plan.choice.has_state_on_device,
     )
 
 

@@ -17,8 +17,9 @@ from megatrain.model.blocks import Block
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.weights.built import cast_buffers
 from megatrain.store.digests import drop_remainders_of_changed
-from megatrain.store.state import HostState, Precision
-from megatrain.stream.forward.arrangement import places_of
+from megatrain.store.precision import Precision
+from megatrain.store.state import HostState
+from megatrain.stream.forward.arrangement import only_on_device, places_of
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks
@@ -54,16 +55,19 @@ def bind(
     """
     room, places = job.sum_room(choice), places_of(choice, blocks, layouts, job.runs.num_micro_batches)
     job, precision, ranks = job.with_gradients(places), job.precision, job.ranks
-    fits = partial(require_host_memory, job, layouts, places, room)
+    on_device = only_on_device(choice, blocks)
+    fits = partial(require_host_memory, job, layouts, places, room, on_device=on_device)
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
-    is_for_this = loaded is not None and loaded.is_for(layouts, precision, job.tiers, job.optimizer)
+    is_for_this = loaded is not None and loaded.is_for(
+        layouts, precision, job.tiers, job.optimizer, on_device
+    )
     if loaded is not None:
         drop_remainders_of_changed(loaded)
     if loaded is not None and is_for_this:
         binding = Binding(blocks, loaded, job)
         if loaded.has_drives or loaded.is_parted or binding.moved is None:
             binding.check()
-            fits(held=loaded.host_bytes)
+            fits(held=loaded.host_bytes + loaded.planes.apart_bytes)
             loaded.limit = job.host_limit
             return binding
     for name, parameter in model.named_parameters():
@@ -75,7 +79,7 @@ def bind(
             )
     given = sum(parameter.nbytes for parameter in model.parameters())
     fits(held=0 if loaded is not None else given)
-    host = job.allocate(layouts, room)
+    host = job.allocate(layouts, room, on_device)
     fills = ranks.local_rank == 0
     cast_buffers(model, torch.bfloat16 if precision is Precision.BF16 else torch.float32)
     rounded: list[str] = []

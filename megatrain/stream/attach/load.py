@@ -37,10 +37,11 @@ from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena, file_arena
 from megatrain.store.block_state import view_entry
 from megatrain.store.placement import Tiers
-from megatrain.store.state import HostState, Precision
+from megatrain.store.precision import Precision
+from megatrain.store.state import HostState
 from megatrain.stream.arrange import refuse_on_drives
 from megatrain.stream.attach.bind import plan_layouts, require_same_weights
-from megatrain.stream.forward.arrangement import places_of
+from megatrain.stream.forward.arrangement import only_on_device, places_of
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.memory import require_host_memory
@@ -161,9 +162,10 @@ def load(
     places = places_of(least, blocks, layouts, number)
     if choice.gradients != AUTO:
         job = job.with_gradients(places)
-    require_host_memory(job, layouts, places, job.sum_room(least), held=0)
+    on_device = only_on_device(least, blocks)
+    require_host_memory(job, layouts, places, job.sum_room(least), held=0, on_device=on_device)
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
-    host, ranks = job.allocate(layouts, job.sum_room(most)), job.ranks
+    host, ranks = job.allocate(layouts, job.sum_room(most), on_device), job.ranks
     if ranks.local_rank > 0 or host.is_resumed:
         _bind_parameters(model, lambda name: _working(host, name))
         if path is not None:

@@ -30,7 +30,7 @@ from megatrain.plan.program.step import (
     update_program,
 )
 from megatrain.plan.program.visits import Visit, bare_visit
-from megatrain.store.state import Precision
+from megatrain.store.precision import Precision
 from megatrain.stream.execute.block_visit import BETWEEN, BlockVisit
 from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.foresight import Foresight

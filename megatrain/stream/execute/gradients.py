@@ -27,7 +27,8 @@ from megatrain.plan.program.features.waiting import unparked
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.block_state import part_of_plane, split_gradient
-from megatrain.store.state import HostState, Precision
+from megatrain.store.precision import Precision
+from megatrain.store.state import HostState
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home, Views, round_into
 from megatrain.stream.execute.run_sums import RunSums
 from megatrain.stream.lanes import Lanes

@@ -2,19 +2,26 @@
 
 Their planes on the host are the home: they are copied to the device when they have changed there, and back
 when the host state is asked for. Between, nothing of these layers crosses the link.
+
+Of blocks that `HostState.on_device` names, the device is the home from the moment at which there is an
+optimizer. Their planes on the host have addresses and no memory, but for one block at a time while somebody
+reads or writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
 
+from megatrain.errors import CapacityError
+from megatrain.hardware import GIB, host_memory
 from megatrain.layout import pools
 from megatrain.layout.ownership import Share
 from megatrain.optim.updates import fuses_updates
-from megatrain.plan.program.features.resident import pull
+from megatrain.plan.program.features.resident import Push, pull
+from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.block_state import part_of_plane
 from megatrain.store.state import HostState
@@ -54,6 +61,8 @@ class DeviceStates:
         """By block, views of its flat memory."""
         self._stale = set(self.blocks)
         self._newer: set[int] = set()
+        self._only_here: set[int] = set()
+        """Blocks whose state is on the device and nowhere else, by now."""
 
     def allocate(self) -> None:
         """Make room for the optimizer's planes.
@@ -75,10 +84,44 @@ class DeviceStates:
                 start += nbytes
             self._planes[block] = planes
             self._stale.add(block)
+        for block in sorted(self.blocks & self._host.on_device.blocks - self._only_here):
+            self._host.on_device.home = self
+            self.take(block, self._names(block))
+            self._stale.discard(block)
+            self._only_here.add(block)
+            self._host.planes.give_back(block, self._names(block))
+
+    def bring_home(self, *, optimizer: bool = True) -> None:
+        """Copy what is on the device alone to its place in RAM, which is the home again.
+
+        Args:
+            optimizer: Whether the optimizer's planes are wanted too.
+
+        Raises:
+            CapacityError: RAM does not hold it; nothing was changed.
+        """
+        wanted = {
+            block: [name for name in self._names(block) if optimizer or name in ("working", "remainder")]
+            for block in sorted(self._only_here)
+        }
+        need = sum(self._nbytes(block, planes) for block, planes in wanted.items())
+        room = host_memory().available_bytes
+        if need > room:
+            raise CapacityError(
+                f"host memory: the state of {len(wanted)} blocks is on the device alone, and takes "
+                f"{need / GIB:.2f} GiB in RAM, of which {room / GIB:.2f} GiB are left; save a checkpoint, "
+                "and start again from there"
+            )
+        for block, planes in wanted.items():
+            self.bring(block, planes)
+        self._stale |= self._only_here
+        self._only_here.clear()
+        self._host.on_device.home = None
 
     def release(self) -> None:
         """Give the device memory back; what is newer there must have been pushed."""
         assert not self._newer, f"blocks {sorted(self._newer)} are newer on the device"
+        assert not self._only_here, f"blocks {sorted(self._only_here)} are on the device alone"
         self._lanes.free(self._flat.values())
         self._flat.clear()
         self._planes.clear()
@@ -88,13 +131,13 @@ class DeviceStates:
         return {**self._planes[block], "working": self._slots.place(block, -1)}
 
     def forget(self) -> None:
-        """Take note that the host's planes were written: they are the newer ones."""
-        self._stale = set(self.blocks)
+        """Take note that the host's planes were written: they are the newer ones, where there are any."""
+        self._stale = set(self.blocks) - self._only_here
         self._newer.clear()
 
     def doubt(self) -> None:
         """Take note that a copy to the device may have failed: what is not newer there is copied again."""
-        self._stale = set(self.blocks) - self._newer
+        self._stale = set(self.blocks) - self._newer - self._only_here
 
     def pulls(self) -> list[Operation]:
         """List the copies to the device of what the host has changed; they are to be run."""
@@ -112,8 +155,29 @@ class DeviceStates:
         return newer
 
     def settle_update(self, block: int) -> None:
-        """Note that an update makes the device's planes the newer ones."""
-        self._newer.add(block)
+        """Note that an update makes the device's planes the newer ones, where there are others."""
+        if block not in self._only_here:
+            self._newer.add(block)
+
+    def holds(self, block: int) -> bool:
+        """Whether a block's state is on the device, and nowhere else."""
+        return block in self._only_here
+
+    def bring(self, block: int, planes: Collection[str]) -> None:
+        """Copy some planes of a block to their places in RAM, once its updates are done, and wait for it."""
+        pairs = [(device, host) for host, device in self._pairs(block, planes=planes)]
+        self._run(Push(block=block, nbytes=self._nbytes(block, planes)), pairs)
+
+    def take(self, block: int, planes: Collection[str]) -> None:
+        """Copy some planes of a block from their places in RAM, and wait for it."""
+        self._run(pull(block, self._nbytes(block, planes)), self._pairs(block, planes=planes))
+
+    def _run(self, operation: Operation, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        reads, writes = operation.touched()
+        work, nbytes = partial(self._copy, pairs), operation.nbytes
+        self._lanes.enqueue(operation.lane, work, reads=reads, writes=writes, work=nbytes, label=operation)
+        with self._lanes.using(Lane.CALLER, reads=writes):
+            pass
 
     def pull(self, block: int) -> Work:
         """Return the copy of a block's state to the device: its weights, of which every rank takes all."""
@@ -127,15 +191,25 @@ class DeviceStates:
         for source, target in pairs:
             self._lanes.copy(target, source)
 
-    def _pairs(self, block: int, *, of_share: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Pair the planes on the host with those on the device; only weights before there is an optimizer."""
+    def _pairs(
+        self, block: int, *, of_share: bool = False, planes: Collection[str] | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pair the planes on the host with those on the device; only weights before there is an optimizer.
+
+        Args:
+            block: The number of the block.
+            of_share: Whether weights are this rank's share alone.
+            planes: The names of those that are wanted; None: all.
+        """
         working, place = self._host.blocks[block].working, self._slots.place(block, -1)
-        pairs = [(working, place)]
+        pairs = [(working, place)] if planes is None or "working" in planes else []
         if of_share and self._num_ranks > 1:
             layout = self._host.layouts[block]
             own = [layout.working_range(part) for part in self._shares[block].ranges]
             pairs = [(working[part], place[part]) for part in own]
         for name, plane in self._planes.get(block, {}).items():
+            if planes is not None and name not in planes:
+                continue
             parts = self._at_home(block)[name]
             pairs += zip(parts, plane.split([len(part) for part in parts]), strict=True)
         return [pair for pair in pairs if pair[0].numel()]
@@ -148,5 +222,9 @@ class DeviceStates:
             for name, plane in state.planes.items()
         }
 
-    def _nbytes(self, block: int) -> int:
-        return sum(host.nbytes for host, _ in self._pairs(block))
+    def _names(self, block: int) -> list[str]:
+        """Return the names of a block's planes of state."""
+        return ["working", *self._host.blocks[block].planes]
+
+    def _nbytes(self, block: int, planes: Collection[str] | None = None) -> int:
+        return sum(host.nbytes for host, _ in self._pairs(block, planes=planes))

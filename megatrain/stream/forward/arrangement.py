@@ -22,7 +22,8 @@ from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.model.shares import adds_router_loss
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.store.drives.scratch import ScratchFiles
-from megatrain.store.state import HostState, Precision
+from megatrain.store.precision import Precision
+from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.compute_work import ComputeWork
@@ -147,6 +148,7 @@ class Arrangement:
             CapacityError: The device does not hold it; all is as it was.
         """
         before = self.choice
+        self.executor.states.bring_home()
         self.executor.states.release()
         self.gradients.buffers.release()
         self.slots.release()
@@ -275,6 +277,11 @@ def residents_of(choice: Choice, blocks: Sequence[Block]) -> frozenset[int]:
     layers = group_layers(blocks)[: choice.resident_layers]
     outer = outer_of(blocks) if choice.outer_resident else []
     return frozenset([*outer, *(block for layer in layers for block in layer)])
+
+
+def only_on_device(choice: Choice, blocks: Sequence[Block]) -> frozenset[int]:
+    """Return the blocks whose state is on the device and nowhere else."""
+    return frozenset() if choice.mirror_resident else residents_of(choice, blocks)
 
 
 def residency_of(

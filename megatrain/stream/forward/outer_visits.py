@@ -208,7 +208,7 @@ def let_reads_stream(block: AttachedBlock, read_of: ReadOf) -> Callable[[], obje
 def refuse_calls_beside(
     block: AttachedBlock, overrides: Overrides, host: HostState, current: Callable[[], object | None]
 ) -> None:
-    """Refuse calls of an outer block's modules beside every pass, while its weights are on drives.
+    """Refuse calls of an outer block's modules beside every pass, while its weights are not in RAM.
 
     Args:
         block: The outer block, whose modules the model calls.
@@ -216,13 +216,13 @@ def refuse_calls_beside(
         host: The state that holds the block's weights.
         current: The function that returns the pass that is going on.
     """
-    if not host.has_drives:
+    if not host.has_drives and block.index not in host.on_device.blocks:
         return
 
     def check(*_: Any) -> None:
         if current() is None and not host.has_working:
             raise ModelError(
-                f"{block.block.name} was called outside the model's forward, and its weights are on drives; "
+                f"{block.block.name} was called outside the model's forward, and its weights are not in RAM; "
                 "call the model, or engine.sync() before"
             )
 

@@ -19,7 +19,7 @@ from megatrain.config.policies import Policy
 from megatrain.config.runs import Runs, StepSums, SumRoom
 from megatrain.errors import ConfigError, ModelError
 from megatrain.plan.program.visits import HEAD, Round, Visit, marked, pass_visits, step_visits
-from megatrain.store.state import Precision
+from megatrain.store.precision import Precision
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.ranks.same_step import SameStep
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from megatrain.config.choice import Choice, StepBatch, part_of
@@ -14,7 +14,8 @@ from megatrain.distributed.alone import ALONE
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.totals import GradientPlaces
 from megatrain.store.placement import Tiers
-from megatrain.store.state import HostState, Precision, read_precision
+from megatrain.store.precision import Precision, read_precision
+from megatrain.store.state import HostState
 from megatrain.stream.job.ranks import Ranks
 
 
@@ -82,12 +83,15 @@ class Job:
         """Return the room for partial sums in fp32 that are kept between rounds, beside whole gradients."""
         return self.sums(choice).between(is_wide=self.precision is Precision.BF16)
 
-    def allocate(self, layouts: Sequence[BlockLayout], room: SumRoom) -> HostState:
+    def allocate(
+        self, layouts: Sequence[BlockLayout], room: SumRoom, on_device: Collection[int] = ()
+    ) -> HostState:
         """Allocate the host state, in RAM or also on drives.
 
         Args:
             layouts: The layouts of all blocks.
             room: The room for partial sums on which a placement on drives counts.
+            on_device: The blocks whose state will be on the device and nowhere else.
 
         Raises:
             MegatrainError: `HostState` refuses.
@@ -99,6 +103,7 @@ class Job:
             optimizer=self.optimizer,
             sum_room=room,
             ranks=self.ranks,
+            on_device=on_device,
         )
 
     def as_chosen(self, choice: Choice) -> Job:

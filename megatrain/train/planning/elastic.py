@@ -111,11 +111,14 @@ def _lasting(choice: Choice) -> dict[str, Any]:
         placed["updates"] = choice.updates
     if choice.uses_drives:  # no block moves from drives to the device for good
         placed |= {"resident_layers": 0, "outer_resident": False}
+    if choice.has_state_on_device:  # the places of these blocks in RAM have no memory
+        placed |= {"resident_layers": choice.resident_layers, "outer_resident": choice.outer_resident}
     if choice.boundaries == "nvme":  # this is a last resort, and its buffers are counted
         placed["boundaries"] = choice.boundaries
     return {
         **placed,
         "fragments": choice.fragments,
+        "mirror_resident": choice.mirror_resident,
         "tiers": choice.tiers,
         "blocks_in_ram": choice.blocks_in_ram,
         "weights_in_ram": choice.weights_in_ram,

@@ -15,7 +15,7 @@ from megatrain.stream.ranks.own_gradients import OwnGradients
 from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
 from tests.reference import attach_plainly, make_batches, make_model
-from tests.stream.runs import HYPER
+from tests.stream.runs import HYPER, check_parity
 
 host = register()
 
@@ -114,3 +114,9 @@ def test_the_rate_of_the_host_s_memory_is_measured(monkeypatch: pytest.MonkeyPat
     spec = machine.common_gpu(torch.device(TYPE, 0), "fp32")
     assert spec.host_bytes_per_s == 123e9
     assert spec.sources["memory"] == "measured"
+
+
+def test_state_on_the_device_alone_changes_no_bit() -> None:
+    """Nothing of it is locked, and what the lanes copy is counted as on any device."""
+    check_parity("llama", device=TYPE, resident_layers=2, mirror_resident=False, num_micro_batches=2)
+    check_parity("mixtral", device=TYPE, resident_layers=4, mirror_resident=False, lockstep=2)

@@ -159,3 +159,24 @@ def test_refused_memory_goes_through_the_ring_too(monkeypatch: Patch) -> None:
     finally:
         host.native.refuse_locks(False)
     assert "copy of unlocked memory" not in host.native.take_counts()
+
+
+def test_blocks_on_the_device_alone_are_read_and_written_through_the_ring() -> None:
+    """Their places in RAM are never locked, so that their memory can be given back."""
+    check_parity("llama_tied", device=TYPE, resident_layers=2, mirror_resident=False)
+    engine = attach_plainly(
+        make_model(FAMILIES["llama_tied"]()), device=TYPE, resident_layers=4, mirror_resident=False
+    )
+    optimizer = engine.adamw(**HYPER)
+    engine.forward_backward(make_batches(2))
+    optimizer.step()
+    engine.settle()
+    host.native.take_counts()
+    with engine.host.borrow(1, writes=True) as state:
+        assert state.planes["exp_avg"].count_nonzero() > 0
+        state.planes["exp_avg"].fill_(2.0)
+    assert "copy of unlocked memory" not in host.native.take_counts()
+    assert state.planes["exp_avg"].count_nonzero() == 0
+    with engine.host.borrow(1) as state:
+        assert torch.equal(state.planes["exp_avg"], torch.full_like(state.planes["exp_avg"], 2.0))
+    engine.detach()

@@ -224,7 +224,7 @@ def test_drives_take_what_ram_cannot() -> None:
     away = []
     for limit in HOST_LIMITS[::2]:
         # whole layers leave RAM in larger steps
-        choice = Choice(fragments=True, sums="device", boundaries="device")
+        choice = Choice(fragments=True, sums="device", boundaries="device", mirror_resident=True)
         tight = request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20, choice=choice)
         plan = make_plan(tight)
         check(plan)

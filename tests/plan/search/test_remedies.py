@@ -48,7 +48,9 @@ def count(**changes: Any) -> Anatomy:
 
 
 def request(**changes: Any) -> Request:
-    return Request(**{"spec": machine(), "anatomy": count(), "batch": BATCH, **changes})
+    """Make a request in which the device's memory takes no part in that of the host."""
+    choice = replace(changes.pop("choice", Choice()), mirror_resident=True)
+    return Request(**{"spec": machine(), "anatomy": count(), "batch": BATCH, **changes}, choice=choice)
 
 
 @pytest.mark.parametrize("case", TIGHT)

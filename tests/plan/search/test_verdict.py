@@ -41,7 +41,13 @@ def _soon(request: Request, *, budget: int = 0, enough_s: float = 0.0) -> Plan:
 
 
 def request(**changes: object) -> Request:
-    given = {"spec": machine(), "anatomy": ANATOMY, "batch": BATCH, "choice": PLAIN, **changes}
+    given = {
+        "spec": machine(),
+        "anatomy": ANATOMY,
+        "batch": BATCH,
+        "choice": replace(PLAIN, mirror_resident=True),
+        **changes,
+    }
     return Request(**given)  # type: ignore[arg-type]
 
 

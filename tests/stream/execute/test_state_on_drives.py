@@ -474,7 +474,7 @@ def test_weights_on_the_drives_are_read_in_no_call_beside_the_model_s(
     """A head that is called alone would compute with zeros."""
     model, reference, engine, _ = start("llama", tiers=make_tiers())
     hidden = torch.randn(1, 2, 32)
-    with pytest.raises(ModelError, match=r"lm_head was called outside .* weights are on drives; call the"):
+    with pytest.raises(ModelError, match=r"lm_head was called outside .* weights are not in RAM; call the"):
         model.lm_head(hidden)
     engine.sync()
     assert_same_bits(model.lm_head(hidden), reference.model.lm_head(hidden), "logits")

@@ -226,7 +226,7 @@ _SMALL = ("--model", "small", "--nvme", "0")
 _LARGE = ("--model", "large", "--nvme", "0")
 REFUSED: dict[str, tuple[tuple[str, ...], str, str]] = {
     "too little RAM": (
-        (*_SMALL, "--machine", "rtx-4090", "--ram", "9GiB", "--no-clip"),
+        (*_SMALL, "--machine", "rtx-4090", "--ram", "9GiB", "--no-clip", "memory.mirror_resident=true"),
         "host memory",
         "--nvme",
     ),

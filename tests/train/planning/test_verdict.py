@@ -78,10 +78,15 @@ def test_plan_says_the_verdict_in_words_as_json_and_by_its_exit_code(
                 "--tokens",
                 "1B",
                 "--json",
+                "memory.mirror_resident=true",
             ]
         )
     found = json.loads(capsys.readouterr().out)
-    raw = {"model": {"path": str(model)}, "data": {"seq_len": 64}}
+    raw = {
+        "model": {"path": str(model)},
+        "data": {"seq_len": 64},
+        "memory": {"mirror_resident": True},
+    }
     planned = plan_run(raw, load_machine(file), source="test", tokens=10**9)
     text = " ".join(report(planned).split())
     said = found["verdict"]
