@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
-from megatrain.config.policies import Policy
+from megatrain.config.policies import KEEP, OFFLOAD, POLICIES, Policy
 from megatrain.layout.block_bytes import BlockBytes
 
 IDS_BYTES = 16
@@ -86,6 +87,21 @@ class Fragment:
     """Whether it is behind the layers, as `Block.is_behind` says."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledKeep:
+    """What stays of a layer under `keep`, or leaves under `offload`, where it is compiled as a whole."""
+
+    holds_input: bool
+    saved_bytes: int
+    """Bytes on the device from forward to backward, the input included if it is held."""
+    offloaded_bytes: int
+    """Bytes that `offload` takes to the host, as laid out there."""
+    offload_copied_bytes: int
+    """The same bytes without what aligns them."""
+    offload_left_bytes: int
+    """Bytes that it leaves on the device."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
     """One decoder layer, and what a micro-batch leaves and takes there."""
@@ -125,10 +141,39 @@ class Layer:
     rerun_peak_bytes: int = 0
     """Most bytes at a time of a forward of which nothing stays: what makes a dropped boundary again."""
 
+    compiled: CompiledKeep | None = None
+    """What stays of it where it is compiled; None: that is not counted, or not known."""
+
     @property
     def num_params(self) -> int:
         """Parameters of all fragments."""
         return sum(fragment.num_params for fragment in self.fragments)
+
+    def as_compiled(self) -> Layer:
+        """Return the layer as it is compiled as a whole; the same where that is not known.
+
+        The moments of its own forward and backward are those of single operations: compiled kernels have them
+        in registers, and which of them meet in memory is not known.
+        """
+        keep = self.compiled
+        less = 0 if keep is None else self.saved_bytes[KEEP.name] - keep.saved_bytes
+        if keep is None or less <= 0:  # what operations keep is a cut of the graph too, and the least counts
+            return self
+
+        def beyond(peaks: Mapping[str, int]) -> dict[str, int]:
+            return {p: n + less * (POLICIES[p].counted_as == KEEP.name) for p, n in peaks.items()}
+
+        saved = {KEEP.name: keep.saved_bytes, OFFLOAD.name: keep.offloaded_bytes}
+        return replace(
+            self,
+            saved_bytes={**self.saved_bytes, **saved},
+            holds_input={**self.holds_input, **dict.fromkeys(saved, keep.holds_input)},
+            forward_peak_bytes=beyond(self.forward_peak_bytes),
+            backward_peak_bytes=beyond(self.backward_peak_bytes),
+            offload_copied_bytes=keep.offload_copied_bytes,
+            offload_left_bytes=keep.offload_left_bytes,
+            compiled=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,7 +229,26 @@ class Anatomy:
     warnings: tuple[str, ...] = ()
     """Sentences on what the count leaves out or takes for granted, which a reader must know."""
 
+    is_compiled: bool = False
+    """Layers run compiled."""
+
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
+
+    @cached_property
+    def as_compiled(self) -> Anatomy:
+        """Return the model with compiled layers."""
+        return self if self.is_compiled else replace(self, is_compiled=True)
+
+    def layers_of(self, *, fragments: bool) -> tuple[Layer, ...]:
+        """Return the layers as they run as a whole or in fragments, which are compiled one by one.
+
+        What these keep is not counted: it is taken to be what their operations keep.
+        """
+        return self.layers if fragments or not self.is_compiled else self._whole_layers
+
+    @cached_property
+    def _whole_layers(self) -> tuple[Layer, ...]:
+        return tuple(layer.as_compiled() for layer in self.layers)

@@ -123,6 +123,7 @@ def count_model(
     head_chunk_tokens: int | None = None,
     device_type: str = "accelerator",
     sequence: int = 1,
+    compiles: bool = False,
 ) -> Anatomy:
     """Count what a model costs that exists, with its adapters and frozen parameters.
 
@@ -135,7 +136,7 @@ def count_model(
     try:
         skeleton = skeleton_of(model)
         counter = Counter(skeleton, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
-        counter.sequence = sequence
+        counter.sequence, counter.compiles = sequence, compiles
         return _count(counter, head_chunk_tokens, device_type)
     except MegatrainError:
         raise

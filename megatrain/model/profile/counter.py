@@ -20,7 +20,7 @@ from transformers.utils import import_utils
 
 from megatrain.config.adaptation import Adaptation
 from megatrain.config.policies import COUNTED, KEEP, POLICIES, RECOMPUTE, Policy
-from megatrain.errors import ConfigError, ModelError, warn_once
+from megatrain.errors import ConfigError, ModelError, first_line, warn_once
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.blocks import find_blocks, group_layers
@@ -32,6 +32,7 @@ from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
 from megatrain.model.profile.anatomy import Cost, Layer
+from megatrain.model.profile.compiled import MOST_OPERATIONS, count_compiled
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         is_packed: bool
         document_len: int | None
         sequence: int
+        compiles: bool
 
 
 _log = logging.getLogger(__name__)
@@ -112,6 +114,8 @@ class Counter:
         self.is_packed = False
         self.document_len: int | None = None
         self.sequence = 1
+        self.compiles = False
+        """What compiled layers keep is counted too."""
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
@@ -139,6 +143,7 @@ class Counter:
         is_packed: bool = False,
         document_len: int | None = None,
         sequence: int = 1,
+        compiles: bool = False,
     ) -> Counter:
         """Build a model.
 
@@ -156,6 +161,7 @@ class Counter:
                 None: all of the row. Attention without a mask computes no more.
             sequence: The number of ranks that share out the tokens of every row; what one of them computes is
                 counted.
+            compiles: Whether to count what compiled layers keep, too.
 
         Raises:
             ModelError: The model cannot be built or streamed, or does not compute the same where rows are
@@ -177,6 +183,7 @@ class Counter:
         counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.model_type = config.model_type
         counter.is_packed, counter.document_len, counter.sequence = is_packed, document_len, sequence
+        counter.compiles = compiles
         return counter
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
@@ -245,13 +252,32 @@ class Counter:
                 rows, seq_len = self.shape
                 with self.rows_shared(meter.swapped):
                     own_len = -(-seq_len // self.sequence)
-                    return tracer.run(
+                    found = tracer.run(
                         rows,
                         own_len,
                         is_packed=self.is_packed,
                         document_len=self.document_len,
                         shares=self.sequence > 1,
                     )
+            if self.compiles and self.sequence == 1:
+                self._count_compiled(found)
+        return found
+
+    def _count_compiled(self, found: WholePass) -> None:
+        """Count what a compiled layer of each kind keeps; what cannot be told is said."""
+        for call, traces in zip(found.calls, found.traces, strict=True):
+            keep = traces[KEEP.name]
+            if sum(cost.num_operations for cost in keep.forward) > MOST_OPERATIONS:
+                continue  # such a layer is not compiled
+            fakes = [self._fake(number) for number in self.group_of(call.module)]
+            try:
+                keep.compiled = count_compiled(call, fakes, self.rows)
+            except Exception as error:  # torch's compiler may raise anything
+                self.warnings += (
+                    f"what compiled layers of {type(call.module).__name__} keep is not known "
+                    f"({first_line(error)[:80]}): they are planned as uncompiled ones",
+                )
+                return
 
     @contextmanager
     def rows_shared(self, note: Callable[[int], object] = lambda _: None) -> Iterator[None]:
@@ -296,6 +322,7 @@ class Counter:
             offload_left_bytes=keep.offload_left_bytes,
             made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
             rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
+            compiled=keep.compiled,
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from megatrain.errors import OutputError
 from megatrain.files import write_bytes_durably
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Anatomy, Cost, Fragment, Layer
+from megatrain.model.profile.anatomy import Anatomy, CompiledKeep, Cost, Fragment, Layer
 from megatrain.versions import versions_of
 
 _log = logging.getLogger(__name__)
@@ -164,6 +164,7 @@ def _layer(raw: Mapping[str, Any]) -> Layer:
         "backward": Cost(**raw["backward"]),
         "collect_bytes": {policy: tuple(sizes) for policy, sizes in raw["collect_bytes"].items()},
         "made_bytes": tuple(raw["made_bytes"]),
+        "compiled": None if raw["compiled"] is None else CompiledKeep(**raw["compiled"]),
     }
     return Layer(**{**raw, **changed})
 

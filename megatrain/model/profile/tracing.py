@@ -23,7 +23,7 @@ from megatrain.config.policies import Policy
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block
 from megatrain.model.caches import with_own_caches
-from megatrain.model.profile.anatomy import Cost
+from megatrain.model.profile.anatomy import CompiledKeep, Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
 from megatrain.model.profile.saved import SavedTensors
@@ -84,10 +84,20 @@ class FakeBlock:
             tensors = [next(brought) if flag else weight.detach() for weight, flag in pairs]
         else:
             tensors = [weight.detach() for weight in self._weights]
+        self.put(tensors)
+        return tensors
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """New aliases of the weights; those that are trained want gradients."""
+        pairs = zip(self._weights, self._is_trained, strict=True)
+        return [weight.detach().requires_grad_(is_trained) for weight, is_trained in pairs]
+
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        """Let the modules find these in place of the weights."""
         by_name = dict(zip(self._names, tensors, strict=True))
         for site in self._sites:
             site.module._parameters[site.leaf] = by_name[site.name]  # type: ignore[assignment]
-        return tensors
 
     def draw(self, generator: torch.Generator) -> None:
         """Draw weights of a common size, where the tensors have memory."""
@@ -169,6 +179,8 @@ class Trace:
     """The same bytes without what aligns them."""
     offload_left_bytes: int = 0
     """Saved bytes that `offload` leaves on the device."""
+    compiled: CompiledKeep | None = None
+    """What stays of the layer where it is compiled, of `keep`; None: it is not known."""
     others: tuple[Any, ...] | None = None
     """The layer's results beside its hidden states, tensors left out; None: it returns no tuple."""
 

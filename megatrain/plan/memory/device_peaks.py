@@ -69,7 +69,7 @@ class DevicePeaks:
         self._overlaps, self._has_scratch, self._optimizer = overlaps, has_scratch, optimizer
         self._anatomy = anatomy
         self._choice = choice
-        self._layers = anatomy.layers
+        self._layers = anatomy.layers_of(fragments=choice.fragments)
         self._runs = layer_runs(anatomy, choice)
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._streams = choice.outer_streams

@@ -38,14 +38,15 @@ def layer_runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
 
 
 def _runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
-    last = len(anatomy.layers) - 1
+    layers = anatomy.layers_of(fragments=choice.fragments)
+    last = len(layers) - 1
     known: dict[tuple[int, str, bool, bool], LayerRun] = {}
     runs = []
     kinds = BlockSums.of(anatomy, choice.fragments).kinds
     for number, (kind, policy) in enumerate(zip(kinds, choice.activations, strict=True)):
         key = (kind, policy, number == 0, number == last)
         if key not in known:
-            known[key] = _run(anatomy.layers[number], choice, number, is_last=number == last)
+            known[key] = _run(layers[number], choice, number, is_last=number == last)
         runs.append(known[key])
     return tuple(runs)
 

@@ -71,6 +71,11 @@ class Request:
     choice: Choice = field(default_factory=Choice)
     """The settings that are decided already; the planner decides those that are open."""
 
+    def __post_init__(self) -> None:
+        """Let layers keep what they keep where they are compiled, if they are."""
+        if self.compiles:
+            object.__setattr__(self, "anatomy", self.anatomy.as_compiled)
+
     @cached_property
     def known(self) -> dict[str, Any]:
         """Return what a search has found out about the request, by name."""

@@ -117,6 +117,7 @@ def _count(
         "seq_len": given.job.batch.seq_len,
         "precision": given.job.precision.value,
         "sequence": given.job.batch.sequence,
+        "compiles": given.compiles,
     }
     chunk = choice.given.get("head_chunk_tokens")
     return count_model(model, **{**shape, **changes}, head_chunk_tokens=chunk, device_type=device_type)

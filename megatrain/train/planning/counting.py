@@ -185,8 +185,15 @@ def shape_of(
         **({} if config.adaptation is None else {"adaptation": config.adaptation}),
         **({"is_packed": True} if is_packed else {}),
         **({"sequence": config.parallel.sequence} if config.parallel.sequence > 1 else {}),
+        **({"compiles": True} if _compiles(config, device_type) else {}),
         **changes,
     }
+
+
+def _compiles(config: Config, device_type: str) -> bool:
+    """Return whether layers may be compiled where a run computes, which an emulated device does not."""
+    is_real = device_type != "cpu" and config.train.device not in ("emulated", "checked")
+    return config.choice.is_compiled(config.train.compile, can_compile=is_real)
 
 
 def count_once(model_config: PretrainedConfig, shape: dict[str, Any]) -> Anatomy:

@@ -1,0 +1,126 @@
+"""What a compiled layer keeps between its forward and its backward: torch's partitioner is asked.
+
+`torch.compile` traces forward and backward as one graph, and its partitioner decides which tensors are
+handed over (`torch/_functorch/partitioners.py`): it keeps what is dear to compute, and computes the rest
+again in the backward's own kernels. The same graph is made here on fake tensors, with the decompositions and
+passes of inductor, and given to the same partitioner.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatrain.layout import pools
+from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
+from megatrain.model.caches import with_own_caches
+from megatrain.model.profile.anatomy import CompiledKeep
+from megatrain.model.profile.rows import Rows
+from megatrain.model.profile.tracing import FakeBlock, LayerCall
+
+MOST_OPERATIONS = 300
+"""Operations of a layer's forward, beyond which its graph, an unrolled loop, is not worth a count."""
+
+
+def count_compiled(call: LayerCall, blocks: Sequence[FakeBlock], rows: Rows) -> CompiledKeep:
+    """Count what a layer keeps where it is compiled as a whole; call this in a fake mode.
+
+    Args:
+        call: The layer and its arguments.
+        blocks: The layer's blocks.
+        rows: The rows that run, and the numbers of rows for which the count is wanted.
+
+    Raises:
+        Exception: torch cannot trace the layer as one graph, for any of its reasons.
+    """
+    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    hidden = next(number for number, place in enumerate(places) if leaves[place] is call.hidden)
+    given = [leaves[place].detach() for place in places]
+    given[hidden].requires_grad_(call.hidden.requires_grad)
+    weights = [block.weights for block in blocks]
+
+    def run(*tensors: Tensor) -> tuple[Tensor]:
+        for place, tensor in zip(places, tensors, strict=False):
+            leaves[place] = tensor
+        start = len(places)
+        for block, own in zip(blocks, weights, strict=True):
+            block.put(tensors[start : start + len(own)])
+            start += len(own)
+        args, kwargs = with_own_caches(*tree_unflatten(leaves, structure))
+        result = type(call.module).forward(call.module, *args, **kwargs)
+        return (result[0] if isinstance(result, (tuple, list)) else result,)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch's compiler says is for those who write it
+        kept = _kept(_joint(run, [*given, *chain.from_iterable(weights)]))
+    found = _Kept(rows)
+    for node in kept:
+        if node.op != "placeholder":
+            found.add(node.meta["val"])
+    return found.result(holds_input=any(node.name == f"primals_{hidden + 1}" for node in kept), call=call)
+
+
+def _joint(run: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the graph of forward and backward, as inductor gives it to the partitioner."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    table = select_decomp_table()
+    graph: Any = aot_export_joint_simple(run, tuple(tensors), trace_joint=True, decompositions=table)
+    joint_graph_passes(graph)
+    return graph
+
+
+def _kept(graph: Any) -> list[Node]:
+    """Return the nodes whose memory the forward hands over, each once; a view is of what it views."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, _ = min_cut_rematerialization_partition(graph, [], num_fwd_outputs=1, compiler="inductor")
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    saved = (node for node in output.args[0][1:] if isinstance(node, Node))
+    return list(dict.fromkeys(_base(node) for node in saved if isinstance(node.meta.get("val"), Tensor)))
+
+
+def _base(node: Node) -> Node:
+    while node.op == "call_function" and getattr(node.target, "is_view", False):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Kept:
+    """Adds up tensors that are kept."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._sizes: list[tuple[int, bool]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        may_leave = tensor.is_floating_point() and tensor.ndim > 0
+        self._sizes.append((tensor.untyped_storage().nbytes(), may_leave))
+
+    def result(self, *, holds_input: bool, call: LayerCall) -> CompiledKeep:
+        """Return the sums, one for each wanted number of rows if there are several."""
+        own = [(call.hidden.untyped_storage().nbytes(), True)] if holds_input else []
+        each = [self._of(rows, own) for rows in self._rows.each()]
+        return CompiledKeep(holds_input, *(_joined(numbers) for numbers in zip(*each, strict=True)))
+
+    def _of(self, rows: Rows, own: Sequence[tuple[int, bool]]) -> tuple[int, int, int, int]:
+        sizes = [(rows.one(nbytes), may_leave) for nbytes, may_leave in (*self._sizes, *own)]
+        leaving = [nbytes for nbytes, may_leave in sizes if may_leave and nbytes >= LEAST_OFFLOADED_BYTES]
+        saved = sum(nbytes for nbytes, _ in sizes)
+        return saved, pools.saved_visit(leaving), sum(leaving), saved - sum(leaving)
+
+
+def _joined(numbers: Sequence[int]) -> Any:
+    if len(numbers) == 1:
+        return numbers[0]
+    return np.array(numbers)
