@@ -95,6 +95,7 @@ def _run(
             "resident_layers": resident_layers,
             "outer_resident": outer_resident,
             "outer_streams": False,
+            "mirror_resident": True,
             "lockstep": lockstep,
             "updates": updates,
             "gradients": gradients,

@@ -202,7 +202,7 @@ def make_batches(number: int, rows: int, tokens: int, *, seed: int) -> list[dict
     return batches
 
 
-_ALWAYS_BEFORE = {"outer_streams": False, "sums": "device"}
+_ALWAYS_BEFORE = {"outer_streams": False, "sums": "device", "mirror_resident": True}
 """What checkouts without a setting do."""
 
 

@@ -294,7 +294,8 @@ def host_planes(
     *,
     room: SumRoom,
     kept: BlockTotals | None = None,
-    on_device: Selection | None = None,
+    residents: Selection | None = None,
+    mirrors: bool = True,
 ) -> dict[str, int]:
     """Return the bytes of each plane in RAM of a state that is not on drives.
 
@@ -305,17 +306,17 @@ def host_planes(
         room: The room for partial sums, as in `gradient_planes`.
         kept: The sizes of what a node keeps of the remainder, optimizer state and gradients of each block;
             None: all.
-        on_device: The blocks whose state is on the device and nowhere else; None: there are none.
+        residents: The blocks that are updated on the device; None: there are none.
+        mirrors: Whether these have their places in RAM too.
     """
-    away = set(on_device or ())
-    at_home = blocks.without(away)
+    others = blocks if residents is None else blocks.without(set(residents))
+    at_home = blocks if mirrors else others
     state = at_home if kept is None else kept.pick(at_home)
-    planes = state_planes(at_home, state, optimizer) | gradient_planes(
-        blocks, places.kept_by(kept), room=room
-    )
-    if not away or on_device is None:
+    planes = state_planes(at_home, state, optimizer)
+    planes |= gradient_planes(others, places.kept_by(kept), room=room)
+    if mirrors or not residents:
         return planes
-    planes["state read from the device"] = on_device.largest(whole_state, optimizer)
+    planes["state read from the device"] = residents.largest(whole_state, optimizer)
     loaded = blocks.total(working_plane) + blocks.total(remainder_plane)
     return planes | {"state until it is on the device": max(0, loaded - sum(planes.values()))}
 
@@ -324,7 +325,7 @@ def gradient_planes(blocks: Selection, places: GradientPlaces, *, room: SumRoom)
     """Return the bytes of each plane of gradients in RAM, and of the buffers that those elsewhere pass.
 
     Args:
-        blocks: The blocks of the model, all of them.
+        blocks: The blocks that are updated on the host: sums of others stay on the device.
         places: The places where complete gradients wait, each with its blocks.
         room: The room for partial sums that are kept between rounds, beside complete gradients.
     """

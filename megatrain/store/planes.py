@@ -107,18 +107,20 @@ class Planes:
             numels = [lay.gradient_bytes if n in here else 0 for n, lay in enumerate(self.layouts)]
             self._attach("gradient", pools.gradient_plane, numels, torch.uint8)
 
-    def allocate_accumulators(self, room: SumRoom, left: int) -> None:
+    def allocate_accumulators(self, room: SumRoom, left: int, blocks: Collection[int]) -> None:
         """Allocate the fp32 accumulator plane.
 
         Args:
             room: The room for partial sums of each gradient.
             left: The bytes that it may take.
+            blocks: The blocks whose gradients add up there, or wait there between rounds.
 
         Raises:
             CapacityError: It takes more.
         """
         size_of = partial(pools.accumulator_plane, room=room)
-        sizes = [size_of(layout.sizes) for layout in self.layouts]
+        here = set(blocks)
+        sizes = [size_of(layout.sizes) if n in here else 0 for n, layout in enumerate(self.layouts)]
         if sum(sizes) > left:
             raise CapacityError(
                 f"host memory: adding up several micro-batches in bf16 takes {sum(sizes) / GIB:.2f} GiB more "

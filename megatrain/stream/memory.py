@@ -16,7 +16,7 @@ from megatrain.layout.ownership import node_totals
 from megatrain.layout.totals import BlockTotals, GradientPlaces
 from megatrain.model.blocks import Block
 from megatrain.store.precision import Precision
-from megatrain.stream.forward.arrangement import places_of, residency_of
+from megatrain.stream.forward.arrangement import places_of, residency_of, residents_of
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.job.job import Job
 
@@ -34,7 +34,8 @@ def require_host_memory(
     room: SumRoom,
     *,
     held: int,
-    on_device: Collection[int] = (),
+    residents: Collection[int] = (),
+    mirrors: bool = True,
 ) -> None:
     """Check the predicted bytes of a run against the given limit, the machine and its cgroups.
 
@@ -44,7 +45,8 @@ def require_host_memory(
         places: The places where complete gradients wait.
         room: The room for partial sums in fp32 that are kept between rounds, beside complete gradients.
         held: The number of bytes that are taken already and will be part of the state, or given back.
-        on_device: The blocks whose state will be on the device and nowhere else.
+        residents: The blocks that are updated on the device.
+        mirrors: Whether these have their places in RAM too.
 
     Raises:
         CapacityError: The state does not fit.
@@ -52,7 +54,7 @@ def require_host_memory(
     if job.tiers is not None:
         return
     optimizer, limit = job.optimizer, job.host_limit
-    planes = host_planes(job, layouts, places, room, on_device)
+    planes = host_planes(job, layouts, places, room, residents, mirrors=mirrors)
     total = sum(planes.values())
     parts = ", ".join(f"{plane} {size / GIB:.2f}" for plane, size in planes.items() if size)
     advice = (
@@ -89,14 +91,22 @@ def host_planes(
     layouts: Sequence[BlockLayout],
     places: GradientPlaces,
     room: SumRoom,
-    on_device: Collection[int] = (),
+    residents: Collection[int] = (),
+    mirrors: bool = True,
 ) -> dict[str, int]:
     """Return the bytes of each plane of a state that is in RAM; arguments as in `require_host_memory`."""
     sizes, ranks = [layout.sizes for layout in layouts], job.ranks
     kept = node_totals(sizes, ranks.size, ranks.num_nodes, ranks.node)
     totals = BlockTotals(sizes)
-    away = totals.pick(sorted(on_device))
-    return pools.host_planes(totals[:], places, job.optimizer, room=room, kept=kept, on_device=away)
+    return pools.host_planes(
+        totals[:],
+        places,
+        job.optimizer,
+        room=room,
+        kept=kept,
+        residents=totals.pick(sorted(residents)),
+        mirrors=mirrors,
+    )
 
 
 def room_for_activations(binding: Binding, choice: Choice) -> int:
@@ -108,7 +118,8 @@ def room_for_activations(binding: Binding, choice: Choice) -> int:
     room = binding.job.sum_room(choice)
     places = places_of(choice, binding.blocks, host.layouts)
     sums = pools.ONE_SUM if room == SumRoom() else room
-    planes = host_planes(binding.job, host.layouts, places, sums, host.on_device.blocks)
+    residents = residents_of(choice, binding.blocks)
+    planes = host_planes(binding.job, host.layouts, places, sums, residents, mirrors=choice.mirror_resident)
     to_come = sum(planes.values()) - planes["working"] - planes["remainder"]
     return max(0, int(_ACTIVATIONS_SHARE * (host_memory().available_bytes - to_come)))
 

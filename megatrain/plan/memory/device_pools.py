@@ -63,7 +63,8 @@ def host_planes(
         optimizer,
         kept=kept,
         room=batch.sums(choice).between(is_wide=anatomy.precision == "bf16"),
-        on_device=None if choice.mirror_resident else blocks.resident,
+        residents=blocks.resident,
+        mirrors=choice.mirror_resident,
     )
     if kept is not None:  # of a block that is saved, what other nodes keep comes here for that long
         planes["state of other nodes"] = blocks.all.largest(pools.resident_state, optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from megatrain.model.weights.built import cast_buffers
 from megatrain.store.digests import drop_remainders_of_changed
 from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
-from megatrain.stream.forward.arrangement import only_on_device, places_of
+from megatrain.stream.forward.arrangement import only_on_device, places_of, residents_of
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks
@@ -56,7 +56,8 @@ def bind(
     room, places = job.sum_room(choice), places_of(choice, blocks, layouts, job.runs.num_micro_batches)
     job, precision, ranks = job.with_gradients(places), job.precision, job.ranks
     on_device = only_on_device(choice, blocks)
-    fits = partial(require_host_memory, job, layouts, places, room, on_device=on_device)
+    kept: dict[str, Any] = {"residents": residents_of(choice, blocks), "mirrors": choice.mirror_resident}
+    fits = partial(require_host_memory, job, layouts, places, room, **kept)
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
     is_for_this = loaded is not None and loaded.is_for(
         layouts, precision, job.tiers, job.optimizer, on_device

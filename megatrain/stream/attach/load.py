@@ -41,7 +41,7 @@ from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
 from megatrain.stream.arrange import refuse_on_drives
 from megatrain.stream.attach.bind import plan_layouts, require_same_weights
-from megatrain.stream.forward.arrangement import only_on_device, places_of
+from megatrain.stream.forward.arrangement import only_on_device, places_of, residents_of
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.memory import require_host_memory
@@ -163,7 +163,8 @@ def load(
     if choice.gradients != AUTO:
         job = job.with_gradients(places)
     on_device = only_on_device(least, blocks)
-    require_host_memory(job, layouts, places, job.sum_room(least), held=0, on_device=on_device)
+    kept: dict[str, Any] = {"residents": residents_of(least, blocks), "mirrors": least.mirror_resident}
+    require_host_memory(job, layouts, places, job.sum_room(least), held=0, **kept)
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     host, ranks = job.allocate(layouts, job.sum_room(most), on_device), job.ranks
     if ranks.local_rank > 0 or host.is_resumed:

@@ -155,7 +155,7 @@ class GradientBuffers:
         if not self._host.planes.sum_room.holds(kept):
             self._lanes.unlock(self._host.arena("accumulator"))
             self._host.planes.release("accumulator")
-            self._host.planes.allocate_accumulators(kept, self._host.bytes_left)
+            self._host.planes.allocate_accumulators(kept, self._host.bytes_left, set(self._blocks.on_host))
         for plane in ("gradient", "accumulator", "staging"):
             self._lanes.lock(self._host.arena(plane))
         need = self._ring_bytes(adds_up=adds_up)

@@ -202,7 +202,7 @@ MEASURED = """
 import gc, sys, torch, transformers, megatrain
 from megatrain.config.choice import Choice
 from megatrain.hardware import resident_bytes
-config = transformers.LlamaConfig(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
+config = transformers.LlamaConfig(vocab_size=64, hidden_size=768, intermediate_size=3072, num_hidden_layers=4)
 model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 torch.set_num_threads(1)
 choice = Choice(resident_layers=3, mirror_resident=sys.argv[1] == "mirror").with_defaults(4)
