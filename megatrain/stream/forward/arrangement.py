@@ -172,14 +172,15 @@ class Arrangement:
     def _planes_to_drop(self, new: Choice) -> list[str]:
         """List the host planes that what was chosen before may have left, and that are not needed now.
 
-        Fp32 sums go too if rounds are cut in another way: a step may be one round now. The next step makes
-        what it needs.
+        Fp32 sums go too if rounds are cut in another way, since a step may be one round now, or if others are
+        resident, whose sums are on the device. The next step makes what it needs.
         """
         planes = ["staging"]  # of another size, perhaps
         in_ram = frozenset(places_of(new, self.binding.blocks, self.host.layouts).on_host)
         if new.updates == "immediate" or in_ram != self.gradients.buffers.in_ram:
             planes.append("gradient")
         is_other = (self.choice.lockstep, self.choice.sums) != (new.lockstep, new.sums)
+        is_other = is_other or residents_of(new, self.binding.blocks) != self.residents
         return planes + (["accumulator"] if is_other else [])
 
     def _arrange(self, choice: Choice) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,13 +198,13 @@ def test_a_block_that_is_read_has_had_its_update(fault: bool, monkeypatch: pytes
 
 
 MEASURED = """
-import gc, sys, torch, transformers, megatrain
+import gc, torch, transformers, megatrain
 from megatrain.config.choice import Choice
 from megatrain.hardware import resident_bytes
 config = transformers.LlamaConfig(vocab_size=64, hidden_size=768, intermediate_size=3072, num_hidden_layers=4)
 model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 torch.set_num_threads(1)
-choice = Choice(resident_layers=3, mirror_resident=sys.argv[1] == "mirror").with_defaults(4)
+choice = Choice(resident_layers=3, mirror_resident=False).with_defaults(4)
 engine = megatrain.attach(model, choice, device="emulated", precision="bf16")
 optimizer = engine.adamw(updates="serial")
 ids = torch.arange(32)[None]
@@ -214,20 +213,14 @@ for _ in range(2):
     optimizer.step()
 engine.settle()
 gc.collect()
-print(resident_bytes(), sum(layout.num_parameters for layout in engine.host.layouts[:3]))
+once = resident_bytes()
+engine.executor.states.bring_home()
+print(resident_bytes() - once, sum(layout.num_parameters for layout in engine.host.layouts[:3]))
 """
 
 
 def test_a_block_on_the_device_alone_is_in_memory_once() -> None:
-    """The device of this test is host memory: by the kernel's count, 12 bytes per parameter are not there."""
-    with ThreadPoolExecutor(2) as threads:
-        mirrored, alone = threads.map(_measure, ("mirror", "alone"))
-    spared = (mirrored[0] - alone[0]) / alone[1]
-    assert 11 < spared < 13
-
-
-def _measure(how: str) -> tuple[int, int]:
-    command = [sys.executable, "-c", MEASURED, how]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    """The device of this test is host memory: by the kernel's count, places in RAM take 12 bytes more."""
+    ended = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)
     nbytes, numel = map(int, ended.stdout.split())
-    return nbytes, numel
+    assert 11.8 < nbytes / numel < 12.2
