@@ -27,7 +27,8 @@ from typing import Any
 if __name__ == "__main__":  # python benchmarks/gpu_first.py: the checkout takes the place of its folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.gpu.steps import ROOT, Runner, Step, read_step, write_json
+from benchmarks.gpu.run import ROOT, write_json
+from benchmarks.gpu.steps import Runner, Step, read_step
 
 _FIRST, _SHAPE = "benchmarks.gpu.first", "benchmarks.gpu.shape"
 STEPS: dict[str, Step] = {

@@ -218,6 +218,7 @@ def test_a_step_that_hangs_or_crashes_says_where_and_the_rest_goes_on(tmp_path: 
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
     assert found["wait_for_ever"]["status"] == "stopped after 1 s"
     assert "in wait_for_ever" in found["wait_for_ever"]["stack"]
+    assert '"benchmarks/gpu/steps.py"' in found["wait_for_ever"]["stack"], "not where the checkout is"
     assert found["wait_for_ever"]["stage"] == "waiting"
     assert found["hang_in_c"]["status"].startswith("hung: ")
     assert "in hang_in_c" in found["hang_in_c"]["stack"]

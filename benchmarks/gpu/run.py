@@ -6,12 +6,17 @@ import faulthandler
 import gc
 import json
 import signal
+import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_PLACES = [f"{place}/" for place in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), ROOT)]
+"""Where files are on this machine alone; a folder comes before those around it."""
 
 MATMUL_SIZE = 8192
 """Rows and columns of the product whose rate is the peak that figures are held against."""
@@ -23,6 +28,16 @@ class TimeLimitError(BaseException):
 
 class UnavailableError(Exception):
     """A step cannot run here, for a reason that is no failure: a package or a feature is not there."""
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file whole, or not at all; files that it names are named as on every machine."""
+    text = json.dumps(values, indent=1)
+    for place in _PLACES:
+        text = text.replace(place, "")
+    part = path.with_suffix(".part")
+    part.write_text(text + "\n")
+    part.replace(path)
 
 
 class Record:
@@ -37,9 +52,7 @@ class Record:
     def add(self, **values: Any) -> None:
         """Add values, and write everything."""
         self.values.update(values)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.values, indent=1) + "\n")
-        part.replace(self.path)
+        write_json(self.path, self.values)
 
     def append(self, key: str, row: dict[str, Any], *, shown: dict[str, Any] | None = None) -> None:
         """Add a row to a list, write everything, and show the row, or `shown` in its place."""

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.run import Record, TimeLimitError, UnavailableError, limited, use_device
+from benchmarks.gpu.run import ROOT, Record, TimeLimitError, UnavailableError, limited, use_device, write_json
 from megatrain.hardware.environment import set_for_runs
 
-ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 10.0
 """A step that goes on so long after its limit hangs where no signal reaches it: its process is ended."""
 GRACE_S = 6.0
@@ -217,10 +216,3 @@ def read_step(out: Path, name: str) -> dict[str, Any]:
     """Return what a step has written."""
     path = out / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {"status": "not run"}
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file whole, or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(values, indent=1) + "\n")
-    part.replace(path)

@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.steps import ROOT, Runner, Step, read_step, write_json
+from benchmarks.gpu.run import ROOT, write_json
+from benchmarks.gpu.steps import Runner, Step, read_step
 
 
 def _cell(group: str, limit_s: float, expected_s: float, name: str, **options: str) -> Step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from megatrain.doctor.rates import (
 )
 from megatrain.hardware import host_memory, measure_matmul_peak, memory_rate
 from megatrain.hardware.accelerators import give_back_memory
+from megatrain.hardware.cores import allowed_cpus
 from megatrain.hardware.present import Measurements, Node, memory_nodes
 from megatrain.optim.threads import worker_threads
 
@@ -202,7 +202,7 @@ def _measure_nodes(sizes: Sizes) -> tuple[tuple[Node, float], ...]:
     A node without cores (CXL) is not measured, since memory comes from the node of the thread that touches it
     first: what its firmware says is taken, or a quarter of the first node's rate, and said so.
     """
-    allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
+    allowed = allowed_cpus()
     found: list[tuple[Node, float]] = []
     for node in memory_nodes():
         if node.kind == "dram":

@@ -187,9 +187,8 @@ class Planes:
             nbytes = [padded(n) if b in self._on_device else 0 for b, n in enumerate(sizes)]
             apart = self._parts_apart[plane] = self._allocate(plane, nbytes)
             self.apart[plane] = self.arenas.pop(plane)
-        found = self._allocate(plane, [0 if b in self._on_device else n for b, n in enumerate(sizes)])
-        found = [apart[b] if b in self._on_device else part for b, part in enumerate(found)]
-        return found
+        here = self._allocate(plane, [0 if b in self._on_device else n for b, n in enumerate(sizes)])
+        return [apart[b] if b in self._on_device else part for b, part in enumerate(here)]
 
     def _allocate(self, plane: str, sizes: Sequence[int]) -> list[Tensor]:
         """Allocate an arena; return parts of it, uint8, of so many bytes each."""

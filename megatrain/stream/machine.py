@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from megatrain.hardware import (
     memory_rate,
 )
 from megatrain.hardware.accelerators import device_name, free_bytes, vendor_of
+from megatrain.hardware.cores import allowed_cpus
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.optim.updates import fuses_updates
 from megatrain.stream.lanes import CheckedLanes, EmulatedLanes, EmulatedMachine, Lanes
@@ -151,8 +151,8 @@ def _host_bytes_per_s() -> float:
 
     Updates, sums and copies share it, and a server has ten times as much of it as a desktop.
     """
-    cpus = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
-    return memory_rate(cpus, num_threads=worker_threads(), nbytes=_MEMORY_BYTES, seconds=_MEMORY_S)
+    threads = worker_threads()
+    return memory_rate(allowed_cpus(), num_threads=threads, nbytes=_MEMORY_BYTES, seconds=_MEMORY_S)
 
 
 def _link_bytes_per_s(device: torch.device) -> tuple[float, float]:

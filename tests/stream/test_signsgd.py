@@ -25,7 +25,6 @@ from megatrain.plan.memory.host_pools import host_pools
 from megatrain.plan.search.request import Request
 from megatrain.store.placement import Tiers
 from megatrain.stream.engine import Engine
-from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.planning.plan_run import plan_run
 from tests.distributed.cases import cut_at
@@ -42,7 +41,7 @@ from tests.reference import (
     round_half_up,
 )
 from tests.stream.runs import assert_same_round
-from tests.train.project import make_config
+from tests.train.project import make_config, train_until
 from tests.train.test_loop import assert_same_runs
 
 STATES = {"fp32": 4, "bf16": 2, "none": 0}
@@ -387,7 +386,7 @@ def test_state_on_drives_has_the_bits_of_ram_and_is_found_again(tmp_path: Path, 
 # -- whole runs ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """From a configuration, stopped and with a resident layer from then on."""
     settings: dict[str, Any] = {
         "train": {"steps": 6, "precision": "bf16"},
@@ -395,17 +394,7 @@ def test_a_run_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monk
         "checkpoint": {"every": 2},
     }
     train(make_config(tmp_path, "whole", **settings))
-    step_of = loop.train_step
-
-    def stopped(run: Any) -> Any:
-        if run.step == 3:
-            raise KeyboardInterrupt
-        return step_of(run)
-
-    with monkeypatch.context() as stops:
-        stops.setattr(loop, "train_step", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            train(make_config(tmp_path, "parts", **settings))
+    train_until(make_config(tmp_path, "parts", **settings), 3)
     train(make_config(tmp_path, "parts", **settings, memory={"resident_blocks": 1}))
     assert_same_runs(tmp_path / "parts", tmp_path / "whole")
     other = settings | {

@@ -25,13 +25,12 @@ from megatrain.plan.memory.planned_blocks import list_blocks
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residency_of
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
-from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.products import every_value
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
-from tests.train.project import make_config
+from tests.train.project import make_config, train_until
 from tests.train.test_loop import rows_of, state_of
 
 STATES = ("bf16", "int8")
@@ -242,7 +241,7 @@ def test_a_model_may_be_attached_again_with_another_state() -> None:
 
 
 @pytest.mark.parametrize("state", ["int8", pytest.param("bf16", marks=pytest.mark.parity)])
-def test_resume_equals_uninterrupted_run(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_equals_uninterrupted_run(state: str, tmp_path: Path) -> None:
     """With residents before, and fragments after the stop."""
     settings: dict[str, Any] = {
         "train": {"precision": "bf16", "steps": 6},
@@ -250,24 +249,8 @@ def test_resume_equals_uninterrupted_run(state: str, tmp_path: Path, monkeypatch
         "checkpoint": {"every": 2},
     }
     train(make_config(tmp_path, "whole", **settings))
-    step_of = loop.train_step
-    pieces: list[tuple[int, dict[str, Any]]] = [
-        (3, {"resident_blocks": 2}), (6, {"fragments": True})
-    ]  # fmt: skip
-    for last, memory in pieces:
-
-        def stopped(run: Any, last: int = last) -> Any:
-            if run.step == last and last < 6:
-                raise KeyboardInterrupt
-            return step_of(run)
-
-        monkeypatch.setattr(loop, "train_step", stopped)
-        config = make_config(tmp_path, "parts", **settings, memory=memory)
-        if last < 6:
-            with pytest.raises(KeyboardInterrupt):
-                train(config)
-        else:
-            train(config)
+    train_until(make_config(tmp_path, "parts", **settings, memory={"resident_blocks": 2}), 3)
+    train(make_config(tmp_path, "parts", **settings, memory={"fragments": True}))
     for name in ("loss", "grad_norm", "lr"):
         assert [row[name] for row in rows_of(tmp_path / "parts")] == [
             row[name] for row in rows_of(tmp_path / "whole")

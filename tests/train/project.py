@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 from transformers import LlamaConfig
 
 from megatrain.config import Config, build_config
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import smallest_micro_batches, with_rows, with_step
+from megatrain.train import loop
 
 WORDS = ("one", "small", "step", "for", "a", "block", "giant", "leap", "through", "the", "slots", "again")
 
@@ -71,3 +74,19 @@ def decided(config: Config) -> Config:
     """Decide what settings leave open of the numbers, as on a CPU, in the smallest micro-batches."""
     rows = with_rows(config, context=None, on_cpu=True)
     return smallest_micro_batches(with_step(rows, on_cpu=True, num_rows=None))
+
+
+def train_until(config: Config, step: int) -> None:
+    """Train up to a step; where more follow, the run is interrupted as it begins the next."""
+    step_of = loop.train_step
+
+    def stopped(run: Any) -> Any:
+        if run.step == step:
+            raise KeyboardInterrupt
+        return step_of(run)
+
+    if step == config.train.steps:
+        loop.train(config)
+        return
+    with patch.object(loop, "train_step", stopped), pytest.raises(KeyboardInterrupt):
+        loop.train(config)

@@ -140,7 +140,6 @@ class Layer:
     the host go on. As a whole layer, and in fragments."""
     rerun_peak_bytes: int = 0
     """Most bytes at a time of a forward of which nothing stays: what makes a dropped boundary again."""
-
     compiled: CompiledKeep | None = None
     """What stays of it where it is compiled; None: that is not counted, or not known."""
 
@@ -228,7 +227,6 @@ class Anatomy:
     """The largest number of heads of these queries; 0: as there."""
     warnings: tuple[str, ...] = ()
     """Sentences on what the count leaves out or takes for granted, which a reader must know."""
-
     is_compiled: bool = False
     """Layers run compiled."""
 

@@ -61,11 +61,11 @@ def count_compiled(call: LayerCall, blocks: Sequence[FakeBlock], rows: Rows) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch's compiler says is for those who write it
         kept = _kept(_joint(run, [*given, *chain.from_iterable(weights)]))
-    found = _Kept(rows)
-    for node in kept:
-        if node.op != "placeholder":
-            found.add(node.meta["val"])
-    return found.result(holds_input=any(node.name == f"primals_{hidden + 1}" for node in kept), call=call)
+    holds_input = any(node.name == f"primals_{hidden + 1}" for node in kept)
+    tensors = [node.meta["val"] for node in kept if node.op != "placeholder"]
+    tensors += [call.hidden] * holds_input
+    each = [_added_up(tensors, size) for size in rows.each()]
+    return CompiledKeep(holds_input, *map(_joined, zip(*each, strict=True)))
 
 
 def _joint(run: Any, tensors: Sequence[Tensor]) -> Any:
@@ -96,31 +96,17 @@ def _base(node: Node) -> Node:
     return node
 
 
-class _Kept:
-    """Adds up tensors that are kept."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._sizes: list[tuple[int, bool]] = []
-
-    def add(self, tensor: Tensor) -> None:
-        may_leave = tensor.is_floating_point() and tensor.ndim > 0
-        self._sizes.append((tensor.untyped_storage().nbytes(), may_leave))
-
-    def result(self, *, holds_input: bool, call: LayerCall) -> CompiledKeep:
-        """Return the sums, one for each wanted number of rows if there are several."""
-        own = [(call.hidden.untyped_storage().nbytes(), True)] if holds_input else []
-        each = [self._of(rows, own) for rows in self._rows.each()]
-        return CompiledKeep(holds_input, *(_joined(numbers) for numbers in zip(*each, strict=True)))
-
-    def _of(self, rows: Rows, own: Sequence[tuple[int, bool]]) -> tuple[int, int, int, int]:
-        sizes = [(rows.one(nbytes), may_leave) for nbytes, may_leave in (*self._sizes, *own)]
-        leaving = [nbytes for nbytes, may_leave in sizes if may_leave and nbytes >= LEAST_OFFLOADED_BYTES]
-        saved = sum(nbytes for nbytes, _ in sizes)
-        return saved, pools.saved_visit(leaving), sum(leaving), saved - sum(leaving)
+def _added_up(tensors: Sequence[Tensor], rows: Rows) -> tuple[int, int, int, int]:
+    """Return the numbers of a `CompiledKeep` for one number of rows."""
+    saved = [rows.one(tensor.untyped_storage().nbytes()) for tensor in tensors]
+    leaving = [
+        nbytes
+        for tensor, nbytes in zip(tensors, saved, strict=True)
+        if tensor.is_floating_point() and tensor.ndim > 0 and nbytes >= LEAST_OFFLOADED_BYTES
+    ]
+    return sum(saved), pools.saved_visit(leaving), sum(leaving), sum(saved) - sum(leaving)
 
 
 def _joined(numbers: Sequence[int]) -> Any:
-    if len(numbers) == 1:
-        return numbers[0]
-    return np.array(numbers)
+    """Return one number for each wanted number of rows; a plain one where there is no other."""
+    return np.array(numbers) if len(numbers) > 1 else numbers[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,15 @@ def bind(
     room, places = job.sum_room(choice), places_of(choice, blocks, layouts, job.runs.num_micro_batches)
     job, precision, ranks = job.with_gradients(places), job.precision, job.ranks
     on_device = only_on_device(choice, blocks)
-    kept: dict[str, Any] = {"residents": residents_of(choice, blocks), "mirrors": choice.mirror_resident}
-    fits = partial(require_host_memory, job, layouts, places, room, **kept)
+    fits = partial(
+        require_host_memory,
+        job,
+        layouts,
+        places,
+        room,
+        residents=residents_of(choice, blocks),
+        mirrors=choice.mirror_resident,
+    )
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
     is_for_this = loaded is not None and loaded.is_for(
         layouts, precision, job.tiers, job.optimizer, on_device

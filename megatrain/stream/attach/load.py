@@ -163,8 +163,15 @@ def load(
     if choice.gradients != AUTO:
         job = job.with_gradients(places)
     on_device = only_on_device(least, blocks)
-    kept: dict[str, Any] = {"residents": residents_of(least, blocks), "mirrors": least.mirror_resident}
-    require_host_memory(job, layouts, places, job.sum_room(least), held=0, **kept)
+    require_host_memory(
+        job,
+        layouts,
+        places,
+        job.sum_room(least),
+        held=0,
+        residents=residents_of(least, blocks),
+        mirrors=least.mirror_resident,
+    )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     host, ranks = job.allocate(layouts, job.sum_room(most), on_device), job.ranks
     if ranks.local_rank > 0 or host.is_resumed:

@@ -192,7 +192,8 @@ def shape_of(
 
 def _compiles(config: Config, device_type: str) -> bool:
     """Return whether layers may be compiled where a run computes, which an emulated device does not."""
-    is_real = device_type != "cpu" and config.train.device not in ("emulated", "checked")
+    kind = config.train.device.partition(":")[0]
+    is_real = device_type != "cpu" and kind not in ("emulated", "checked")
     return config.choice.is_compiled(config.train.compile, can_compile=is_real)
 
 

@@ -50,7 +50,7 @@ def really_kept(family: str, *, with_kernels: bool) -> int:
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, TOKENS, 128, requires_grad=True)
     positions = torch.arange(TOKENS)[None]
-    tables = model.model.rotary_emb(hidden, positions, *_kinds(layer))
+    tables = model.model.rotary_emb(hidden, positions)
     options: dict[str, Any] = {} if with_kernels else {"inner_compile": lambda graph, *_, **__: graph}
 
     def lower(graph: Any, inputs: Any) -> Any:
@@ -71,14 +71,6 @@ def really_kept(family: str, *, with_kernels: bool) -> int:
     others = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *tables)}
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     return sum(nbytes for place, nbytes in sizes.items() if place not in others)
-
-
-def _kinds(layer: Any) -> tuple[str, ...]:
-    return (
-        (layer.attention_type,)
-        if hasattr(layer, "attention_type") and "Gemma3" in type(layer).__name__
-        else ()
-    )
 
 
 @pytest.mark.parametrize(

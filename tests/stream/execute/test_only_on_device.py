@@ -18,14 +18,13 @@ from megatrain.hardware.memory import MemoryLimit
 from megatrain.plan.program.features.resident import Push
 from megatrain.store import state
 from megatrain.stream.execute import resident_state
-from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.execute.test_resident_state import train_steps
 from tests.stream.execute.test_updates import HeldLanes, planes_of
 from tests.stream.runs import HYPER, check_parity
-from tests.train.project import make_config
+from tests.train.project import make_config, train_until
 from tests.train.test_loop import assert_same_runs
 
 ALONE: dict[str, Any] = {"resident_layers": 2, "mirror_resident": False}
@@ -152,26 +151,13 @@ def test_other_residents_are_refused_for_a_running_engine() -> None:
             engine.reconfigure(replace(engine.choice, **change))
 
 
-def test_a_checkpoint_goes_on_wherever_the_state_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_goes_on_wherever_the_state_is(tmp_path: Path) -> None:
     """Six steps in three pieces: on the device alone, streamed, and on the device alone again."""
     short: dict[str, Any] = {"train": {"precision": "bf16", "steps": 6}, "checkpoint": {"every": 2}}
     train(make_config(tmp_path, "whole", **short))
-    step_of = loop.train_step
     for number, last in ((3, 2), (0, 4), (2, 6)):
-
-        def stopped(run: Any, last: int = last) -> Any:
-            if run.step == last:
-                raise KeyboardInterrupt
-            return step_of(run)
-
-        monkeypatch.setattr(loop, "train_step", stopped)
         memory = {"resident_blocks": number, "mirror_resident": False, "on_mismatch": "stop"}
-        config = make_config(tmp_path, "moved", **short, memory=memory)
-        if last < 6:
-            with pytest.raises(KeyboardInterrupt):
-                train(config)
-        else:
-            train(config)
+        train_until(make_config(tmp_path, "moved", **short, memory=memory), last)
     assert_same_runs(tmp_path / "moved", tmp_path / "whole")
 
 

@@ -12,14 +12,13 @@ from megatrain.errors import CapacityError, ConfigError
 from megatrain.plan.program.operations import Operation
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
-from megatrain.train import loop
 from megatrain.train.loop import train
 from tests.families import FAMILIES
 from tests.products import every_value
 from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.execute.test_updates import assert_same_planes, planes_of
 from tests.stream.runs import HYPER, assert_same_masters, assert_same_steps, start
-from tests.train.project import make_config
+from tests.train.project import make_config, train_until
 from tests.train.test_loop import assert_same_runs
 
 
@@ -156,27 +155,14 @@ def test_state_moves_between_streamed_and_resident_runs(precision: str) -> None:
         assert_same_planes(engines[following], planes_of(engines[previous]))
 
 
-def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_a_streamed_run_goes_on_in_a_resident_one(tmp_path: Path) -> None:
     """And back: 6 steps in three pieces, the second with everything on the device."""
     short: dict[str, Any] = {"train": {"precision": "bf16", "steps": 6}, "checkpoint": {"every": 2}}
     train(make_config(tmp_path, "whole", **short))
-    step_of = loop.train_step
     for resident_layers, last in ((0, 2), (3, 4), (1, 6)):
-
-        def stopped(run: Any, last: int = last) -> Any:
-            if run.step == last:
-                raise KeyboardInterrupt
-            return step_of(run)
-
-        monkeypatch.setattr(loop, "train_step", stopped)
-        config = make_config(tmp_path, "moved", **short, memory={"resident_blocks": resident_layers})
-        if last < 6:
-            with pytest.raises(KeyboardInterrupt):
-                train(config)
-        else:
-            train(config)
+        train_until(
+            make_config(tmp_path, "moved", **short, memory={"resident_blocks": resident_layers}), last
+        )
     assert_same_runs(tmp_path / "moved", tmp_path / "whole")
 
 

@@ -24,14 +24,13 @@ from megatrain.layout.host_buffers import padded
 from megatrain.plan.program.kinds import Lane
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine, devices
-from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.resume.state import read_state, write_state
 from tests.families import FAMILIES
 from tests.products import every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients, assert_same_masters
-from tests.train.project import make_config
+from tests.train.project import make_config, train_until
 from tests.train.test_loop import rows_of, state_of
 
 UPDATES = ("deferred", "immediate", "serial")
@@ -276,19 +275,8 @@ def test_a_run_on_a_slow_host_that_is_stopped_anywhere_goes_on_to_the_same_bits(
     train(make_config(tmp_path, "inline", **{**sections, "train": {**sections["train"], "device": "cpu"}}))
     slow = functools.partial(EmulatedMachine, host_bytes_per_s=2e7)
     monkeypatch.setattr(devices, "EmulatedMachine", slow)
-    step_of = loop.train_step
-    for last in (2, 3, 5):
-
-        def stopped(run: Any, last: int = last) -> Any:
-            if run.step == last:
-                raise KeyboardInterrupt
-            return step_of(run)
-
-        monkeypatch.setattr(loop, "train_step", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            train(make_config(tmp_path, "stopped", **sections))
-    monkeypatch.setattr(loop, "train_step", step_of)
-    train(make_config(tmp_path, "stopped", **sections))
+    for last in (2, 3, 5, 6):
+        train_until(make_config(tmp_path, "stopped", **sections), last)
     for step in range(1, 7):
         for run in ("inline", "stopped"):
             manifest = verify(next((tmp_path / run / "checkpoints").glob(f"step-*{step}")))
