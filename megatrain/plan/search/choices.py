@@ -86,12 +86,30 @@ def first_fit(request: Request) -> Choice | None:
     return next((fit for asked in on_device_alone(request) if (fit := _first_fit(asked))), None)
 
 
+def lacks_ram(request: Request) -> bool:
+    """Return whether RAM is what some choice without drives lacks, and state on the device alone leaves more.
+
+    Asked of choices that differ much; as any of them may be the fastest, so may one that leaves RAM.
+    """
+    if request.choice.mirror_resident is False or not _may_be_alone(request):
+        return False
+    frames = _frames(request, frozenset(), Breadth.COARSE)
+    return any("ram" in overflow(request, frame) for frame in frames)
+
+
 def on_device_alone(request: Request) -> list[Request]:
     """Return the same with the state of resident blocks on the device and nowhere else, where that may help.
 
     As many layers as make enough room in RAM are resident; then as many as the device holds, and half-way
-    between. None where that is decided otherwise, or fits nowhere.
+    between. None where that is decided otherwise, or fits nowhere. They are found once for a request.
     """
+    if "on_device_alone" not in request.known:
+        request.known["on_device_alone"] = _on_device_alone(request)
+    found: list[Request] = request.known["on_device_alone"]
+    return found
+
+
+def _on_device_alone(request: Request) -> list[Request]:
     if not _may_be_alone(request):
         return []
     if request.choice.resident_layers != AUTO:
@@ -302,7 +320,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
     for fragments, lockstep, boundaries, updates, outer, streams, sums, activations in product(
         values_of(given.fragments, [False, True] if comes_apart else [False]),
         values_of(given.lockstep, sorted(set(locksteps))),
-        values_of(given.boundaries, ["device"] if is_coarse else ["device", "host"]),
+        values_of(given.boundaries, ["device", "host"]),
         values_of(given.updates, ["deferred"] if request.clips else ["deferred", "immediate"]),
         values_of(given.outer_resident, [False] if is_least else outer_options(request)),
         values_of(given.outer_streams, stream_options(request) if is_least else [False]),

@@ -15,6 +15,7 @@ from megatrain.config.choice import Choice
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
+    lacks_ram,
     list_choices,
     on_device_alone,
     values_of,
@@ -63,8 +64,8 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
     at like any others where nothing fits without them. Around what was found, policies are tried that
     `Policy.refines` says.
 
-    Where RAM alone does not hold the state, all of this is done again with resident blocks whose state is on
-    the device and nowhere else, in three numbers of them.
+    Where RAM leaves something to wish for, all of this is done again with resident blocks whose state is on
+    the device and nowhere else, in three numbers of them, which have to be faster than what was found.
 
     Args:
         request: The request to plan.
@@ -72,19 +73,18 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
         enough_s: The seconds of a step with which the search ends.
     """
     best = _search(request, budget, enough_s)
-    if best is not None and (request.choice.mirror_resident is False or not best.choice.uses_drives):
+    if best is not None and not lacks_ram(request):
         return best
     for asked in on_device_alone(request):
-        found = _search(asked, budget, enough_s)
-        if found is not None and (best is None or _is_better(found.step, best.step)):
-            best = found
+        best = _search(asked, budget, enough_s, best) or best
     return best
 
 
-def _search(request: Request, budget: int, enough_s: float) -> Found | None:
+def _search(request: Request, budget: int, enough_s: float, best: Found | None = None) -> Found | None:
+    """Return the fastest choice; None: none fits, or none is faster than the best of another request."""
     first, *others = values_of(request.choice.sums, sum_options(request))
     others = others if request.batch.num_micro_batches > 1 else []
-    race = _Race(_with_sums(request, first), budget, enough_s)
+    race = _Race(_with_sums(request, first), budget, enough_s, None if best is None else best.step)
     race.run_all()
     if race.best is None and "nvme" in others:
         race = _Race(_with_sums(request, "nvme"), budget, enough_s)
@@ -101,6 +101,8 @@ def _search(request: Request, budget: int, enough_s: float) -> Found | None:
         if asked is not None and race.best.choice.uses_drives and race.best.choice.boundaries != "nvme":
             race.begin_with(asked, budget)
             is_cut_short |= race.is_over
+    if best is not None and race.best is best.step:
+        return None
     race.refine(request, budget // 2)
     return Found(race.best.choice, race.best, race.num_timed, is_cut_short)
 
@@ -112,15 +114,16 @@ def _with_sums(request: Request, sums: str) -> Request:
 class _Race:
     """Times choices, the most promising first, and keeps the best."""
 
-    def __init__(self, request: Request, budget: int, enough_s: float) -> None:
+    def __init__(self, request: Request, budget: int, enough_s: float, best: Step | None = None) -> None:
         self._request = request
         self._budget = budget
         self._enough_s = enough_s
         self._seen: set[Choice] = set()
         self._timed: dict[Choice, float] = {}
-        self._started: set[Choice] = set()
+        self._started: set[Choice] = set() if best is None else {best.choice}
         self._least_rounds = 1
-        self.best: Step | None = None
+        self.best = best
+        """So far: at first that of another request, or none."""
         self.num_timed = 0
         self.is_over = False
         """The budget ended before every promising choice was timed."""

@@ -205,7 +205,10 @@ def test_a_faster_link_is_never_slower(rates: str, factors: tuple[float, ...], c
 @drawn_for("all alike")
 @some_of("limits", HOST_LIMITS, 0, 3, 5, decided=Choice(sums="device", updates="deferred"))
 def test_more_host_memory_is_never_slower(rates: str, limits: tuple[int, ...], choice: Choice) -> None:
-    """But for what commits copy: all state in RAM passes through host memory once more on its way."""
+    """But for what commits copy: all state in RAM passes through host memory once more on its way.
+
+    For a slow host all state is on the device alone where RAM lacks, and nothing waits for it.
+    """
     spec = machine(drives=DRIVES, **DRAWN[rates])
     steps = []
     for limit in limits:
@@ -213,7 +216,7 @@ def test_more_host_memory_is_never_slower(rates: str, limits: tuple[int, ...], c
         found = search(request(spec=spec, anatomy=small(), batch=SHORT, **limited), budget=10**9)
         assert found is not None
         steps.append(found.step)
-    assert steps[0].step_s > steps[-1].step_s
+    assert steps[0].choice.has_state_on_device or steps[0].step_s > steps[-1].step_s
     for first, then in pairwise(steps):
         copied_s = then.rates.host_pass_s(2 * then.moved_bytes["spill"])
         check_never_slower([first.step_s, then.step_s - copied_s])
