@@ -155,7 +155,7 @@ class MemoryConfig(Section):
     mirror_resident: bool | Literal["auto"] = "auto"
     """Keep room in RAM for the state of layers that stay on the device too. `false` = it is on the device
     alone, which adds the device's memory to the host's, and checkpoints are written from there; `auto` =
-    `true` where RAM has the room."""
+    `true` where RAM has the room and steps are no faster without."""
     lockstep: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Micro-batches that pass each layer together, so that it is copied once for all. `auto` = as planned."""
     gradients: Annotated[str, one_of(*GRADIENTS, "auto")] = "auto"
