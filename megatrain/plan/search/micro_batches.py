@@ -14,7 +14,7 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.search import search
 
-_LOOK_OPERATIONS = 1_000
+_LOOK_OPERATIONS = 4_000
 """The budget of the search for each size, in operations that are timed."""
 
 _TOLERANCE = 0.01
