@@ -45,8 +45,8 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     from megatrain.config import replace_settings
     from megatrain.config.runs import num_places, require_power_of_two
     from megatrain.distributed.launch import Ended, run_ranks
-    from megatrain.distributed.processes import num_cores
     from megatrain.hardware.accelerators import check_count
+    from megatrain.hardware.cores import allowed_cpus
     from megatrain.train.going_on import check_start
     from megatrain.train.records.directory import RunDirectory
     from megatrain.train.records.events import record_ranks
@@ -64,8 +64,8 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     sequence = config.parallel.sequence
     shards = config.parallel.shards or num_places(ranks, sequence)
     check_start(config, ranks)
-    if kind is None and ranks > num_cores():
-        _log.warning("%d ranks take turns on %d cores; more than one for each is slower", ranks, num_cores())
+    if kind is None and ranks > (cores := len(allowed_cpus())):
+        _log.warning("%d ranks take turns on %d cores; more than one for each is slower", ranks, cores)
     directory = RunDirectory(Path(config.out))
 
     def again() -> list[str]:

@@ -15,11 +15,6 @@ def machine() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def status_of(process: int) -> list[str] | None:
     """Return what a process's `stat` has behind its name: its state, its parent, ...; None: it has ended.
 

@@ -24,11 +24,11 @@ from megatrain.config.choice import Choice
 from megatrain.config.decided import with_micro_batches
 from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.sizes import counted
-from megatrain.distributed.processes import num_cores
 from megatrain.distributed.signals import stop_signals
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.hardware.care import Care
+from megatrain.hardware.cores import allowed_cpus
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
@@ -61,7 +61,7 @@ def described(ranks: Ranks | Alone, shards: int | None) -> str:
     if ranks.size == 1:
         return ""
     nodes = f" on {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else ""
-    cores = num_cores()
+    cores = len(allowed_cpus())
     return (
         f"{ranks.size}{nodes}, with {counted(cores, 'core')} each and one state in a node's memory; "
         f"parallel.shards is {shards}: give it too, if the run may go on with another number"

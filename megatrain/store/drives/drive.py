@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatrain.errors import CheckpointError, OutputError
 from megatrain.hardware import GIB
+from megatrain.hardware.cores import allowed_cpus
 from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.places import STATE_NAME, drive_errors, make_place
@@ -258,7 +259,7 @@ def staging(num_bytes: int) -> Tensor:
 
 def threads_per_drive(num_drives: int) -> int:
     """Return how many threads read from each drive; as many write."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(allowed_cpus())
     return max(1, min(4, min(cores, _ALL_THREADS) // num_drives))
 
 

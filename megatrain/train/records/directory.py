@@ -25,6 +25,7 @@ from megatrain.errors import OutputError, os_errors
 from megatrain.files import make_directories, system, temporary_of, write_bytes_durably
 from megatrain.hardware import host_memory
 from megatrain.hardware.accelerators import accelerator, check_accelerator, device_name
+from megatrain.hardware.cores import allowed_cpus
 from megatrain.train.records.shareable import without_home
 from megatrain.versions import versions_of
 
@@ -208,7 +209,7 @@ def environment() -> dict[str, Any]:
         "versions": versions_of(packages),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(allowed_cpus()),
         "torch_threads": torch.get_num_threads(),
         "host_available_bytes": memory.available_bytes,
         "host_limit": memory.source,

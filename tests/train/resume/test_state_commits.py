@@ -39,7 +39,7 @@ from megatrain.train.run import prepare
 from megatrain.train.step import train_step
 from tests.forks import run_module, run_script
 from tests.products import every_value
-from tests.train.project import make_config
+from tests.train.project import make_config, train_until
 from tests.train.test_loop import assert_same_runs, rows_of
 
 
@@ -57,18 +57,6 @@ def sections(root: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run end like one that is killed when it would begin the step after `step`."""
-    step_of = loop.train_step
-
-    def stopped(run: Any) -> Any:
-        if run.step == step:
-            raise KeyboardInterrupt
-        return step_of(run)
-
-    monkeypatch.setattr(loop, "train_step", stopped)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in RAM."""
@@ -79,14 +67,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_on_drives_that_is_stopped_anywhere_goes_on_to_the_same_bits(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(tmp_path, **sections(tmp_path))
     for step in (0, 2, 3, 5):
-        with monkeypatch.context() as patch:
-            stop_after(step, patch)
-            with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.DEBUG, logger="megatrain"):
-                train(config)
+        with caplog.at_level(logging.DEBUG, logger="megatrain"):
+            train_until(config, step)
         record = read_record(tmp_path / "drive0")
         assert (record.step if record else 0) == step
     with caplog.at_level(logging.DEBUG, logger="megatrain"):
@@ -99,33 +85,25 @@ def test_a_run_on_drives_that_is_stopped_anywhere_goes_on_to_the_same_bits(
 
 
 def test_the_plan_of_a_run_that_goes_on_from_its_drives_is_of_the_steps_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, **sections(tmp_path))
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     totals = []
     for step in (0, 4):
-        with monkeypatch.context() as patch:
-            stop_after(step, patch)
-            with pytest.raises(KeyboardInterrupt):
-                train(config)
+        train_until(config, step)
         with pytest.raises(SystemExit):
             main(["train", str(file), "--plan-only"])
         totals += re.findall(r"^ total +([\d,]+) tokens: (\d+) steps", capsys.readouterr().out, re.MULTILINE)
     assert totals == [("768", "6"), ("256", "2")]
 
 
-def test_a_checkpoint_that_is_newer_than_the_commit_wins(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_newer_than_the_commit_wins(whole: Path, tmp_path: Path) -> None:
     changed = sections(tmp_path, commit_every=3)
     changed["checkpoint"] = {"every": 4}
     config = make_config(tmp_path, **changed)
-    with monkeypatch.context() as patch:
-        stop_after(5, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
+    train_until(config, 5)
     record = read_record(tmp_path / "drive0")
     assert record is not None
     assert record.step == 3
@@ -133,14 +111,9 @@ def test_a_checkpoint_that_is_newer_than_the_commit_wins(
     assert_same_runs(tmp_path / "run", whole)
 
 
-def test_state_of_another_run_and_a_damaged_record_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_another_run_and_a_damaged_record_are_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path, "one", **sections(tmp_path))
-    with monkeypatch.context() as patch:
-        stop_after(1, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
+    train_until(config, 1)
     with pytest.raises(OutputError, match=r"holds the state of another run \(.*one, step 1\)"):
         train(make_config(tmp_path, "two", **sections(tmp_path)))
     record = tmp_path / "drive0" / "commit.json"
@@ -187,13 +160,10 @@ def test_nodes_go_on_from_a_step_that_all_hold_or_from_a_newer_checkpoint(tmp_pa
 
 
 def test_state_of_a_run_whose_directory_is_gone_is_not_gone_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(tmp_path, **sections(tmp_path))
-    with monkeypatch.context() as patch:
-        stop_after(2, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
+    train_until(config, 2)
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     with caplog.at_level(logging.WARNING):
         train(config)
@@ -203,13 +173,10 @@ def test_state_of_a_run_whose_directory_is_gone_is_not_gone_on_from(
 
 @pytest.mark.parametrize("fragments", [True, pytest.param(False, marks=pytest.mark.parity)])
 def test_a_plan_of_other_fragments_does_not_keep_a_run_from_going_on(
-    fragments: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fragments: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A machine that is measured again may be planned for in another way; the state is laid out as it is."""
-    with monkeypatch.context() as patch:
-        stop_after(2, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(make_config(tmp_path, **sections(tmp_path, fragments=fragments)))
+    train_until(make_config(tmp_path, **sections(tmp_path, fragments=fragments)), 2)
     with caplog.at_level(logging.INFO, logger="megatrain"):
         train(make_config(tmp_path, **sections(tmp_path, fragments="auto")))
     assert "going on from step 2" in caplog.text
@@ -278,12 +245,9 @@ def test_a_run_killed_while_a_sum_goes_to_a_drive_makes_the_step_again(
     assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
 
 
-def test_a_dry_run_leaves_the_run_s_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_leaves_the_run_s_state_alone(tmp_path: Path) -> None:
     config = make_config(tmp_path, **sections(tmp_path))
-    with monkeypatch.context() as patch:
-        stop_after(1, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
+    train_until(config, 1)
     before = {file: file.read_bytes() for file in tmp_path.glob("drive*/*")}
     shown: list[str] = []
     dry_run(config, shown.append)
@@ -291,14 +255,9 @@ def test_a_dry_run_leaves_the_run_s_state_alone(tmp_path: Path, monkeypatch: pyt
     assert shown
 
 
-def test_a_trace_of_a_run_on_drives_leaves_the_run_s_state_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_of_a_run_on_drives_leaves_the_run_s_state_alone(tmp_path: Path) -> None:
     config = make_config(tmp_path, **sections(tmp_path))
-    with monkeypatch.context() as patch:
-        stop_after(2, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
+    train_until(config, 2)
     before = {file: file.read_bytes() for file in tmp_path.glob("drive*/*")}
     reports = trace(config, tmp_path / "trace.json")
     assert {file: file.read_bytes() for file in tmp_path.glob("drive*/*")} == before
@@ -367,7 +326,7 @@ def test_named_drives_that_ram_does_not_need_take_the_commits(
 
 
 def test_drives_are_left_alone_by_a_run_that_neither_needs_them_nor_commits(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path
 ) -> None:
     """Though they are named. What an earlier run of the same directory has committed is gone on from."""
     asked = sections(tmp_path, commit_every=None, resident_blocks=1)
@@ -381,10 +340,7 @@ def test_drives_are_left_alone_by_a_run_that_neither_needs_them_nor_commits(
     run.engine.close(removes=True)
     assert not (tmp_path / "drive0").exists()
 
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(make_config(tmp_path, **sections(tmp_path)))
+    train_until(make_config(tmp_path, **sections(tmp_path)), 3)
     asked["memory"].pop("resident_blocks")
     train(make_config(tmp_path, **asked))
     assert_same_runs(tmp_path / "run", whole)
