@@ -13,19 +13,20 @@ import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megatrain.errors import DataError
+from megatrain.model.head_chunks import Chunks, HeadWeights
 from megatrain.model.shares import RowSums, Share, adds_router_loss
 
 _log = logging.getLogger(__name__)
@@ -88,19 +89,17 @@ class Head:
         self,
         model: PreTrainedModel,
         chunk_tokens: int | None,
-        stream_again: Callable[[], Callable[[], AbstractContextManager[object]]],
+        weights_of: Callable[[], HeadWeights],
     ) -> None:
         """Put a wrapper around the model's loss function.
 
         Args:
             model: The CausalLM.
             chunk_tokens: Tokens per chunk; None: `chunk_tokens_of`.
-            stream_again: The function that is called once for the running micro-batch, and makes contexts in
-                which the model finds weights of its own for one chunk, so that the head's gradients add up in
-                fp32 instead of the working dtype.
+            weights_of: The function that returns the weights of the head for the running micro-batch.
         """
         self._model = model
-        self._stream_again = stream_again
+        self._weights_of = weights_of
         self.chunk_tokens = chunk_tokens or chunk_tokens_of(model.config)
         self._is_explicit = chunk_tokens is not None
         # An adapter's wrapper passes reads of loss_function on to the model inside, but keeps what is set.
@@ -114,7 +113,11 @@ class Head:
         """Whether the caller of the model takes nothing of its output but the loss."""
         self._adds_up: bool | None = None
         self.chunked_tokens = 0
-        """Tokens that passed the head in chunks so far, and pass it again in the backward."""
+        """Tokens that passed the head in chunks so far."""
+        self.rerun_tokens = 0
+        """Those of them that pass it again in the backward."""
+        self.eager_tokens = 0
+        """Those of them whose gradients were made in the forward."""
         self._signature = inspect.signature(type(model).forward)
         self._owner.loss_function = self._loss
 
@@ -249,67 +252,87 @@ class Head:
     def _chunked(
         self, inner: Callable[..., Any], named: dict[str, Any], output: Any, targets: Tensor
     ) -> ModelOutput:
-        self.chunked_tokens += targets.numel()
-        loss_of = partial(self._part, inner, named, output)
+        hidden = output.last_hidden_state
         if isinstance(self.share, RowSums):
-            rows = zip(output.last_hidden_state.split(1), targets.split(1), strict=True)
-            sums = [self._sum(loss_of, *row, 1, has_auxiliary=False) for row in rows]
-            return ModelOutput(loss=torch.stack(sums))
-        hidden, flat = output.last_hidden_state.flatten(0, -2)[None], targets.reshape(1, -1)
+            loss_of = partial(self._part, inner, named, output, 1)
+            return ModelOutput(loss=self._sums(loss_of, hidden, targets))
+        flat = targets.reshape(1, -1)
         total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
-        loss = self._sum(loss_of, hidden, flat, total, has_auxiliary=True)
+        others = _Others(output) if self._adds_router_loss(named) else None
+        loss_of = partial(self._part, inner, named, output, total, share=self.share, others=others)
+        (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, others)
         if self.share is not None:
             self.share.was_used = True
         return ModelOutput(loss=loss)
 
-    def _sum(
+    def _sums(
         self,
         loss_of: Callable[..., Tensor],
         hidden: Tensor,
         targets: Tensor,
-        total: int | Tensor,
-        *,
-        has_auxiliary: bool,
+        others: _Others | None = None,
     ) -> Tensor:
-        """Add up the loss of one row, in chunks of tokens; auxiliary losses belong to the first one."""
-        streaming = self._stream_again()
-        share = self.share if isinstance(self.share, Share) else None
-        losses = []
-        for start in range(0, targets.numel(), self.chunk_tokens):
-            span = slice(start, start + self.chunk_tokens)
+        """Add up the loss of each row, in chunks of tokens; auxiliary losses belong to the first one."""
+        chunks = Chunks(
+            loss_of,
+            self._weights_of(),
+            hidden,
+            targets,
+            others=None if others is None else others.tensors,
+            chunk_tokens=self.chunk_tokens,
+        )
+        losses = chunks.losses()
+        self.chunked_tokens += targets.numel()
+        if losses.requires_grad and chunks.runs_again:
+            self.rerun_tokens += targets.numel()
+        elif losses.requires_grad:
+            self.eager_tokens += targets.numel()
+        return losses
 
-            def run(part: Tensor, targets: Tensor, is_first: bool = has_auxiliary and start == 0) -> Tensor:
-                of_first = share if is_first else None
-                with streaming():
-                    return loss_of(part, targets, total, of_first, is_first=is_first)
-
-            losses.append(checkpoint(run, hidden[:, span], targets[:, span], use_reentrant=False))
-        return torch.stack(losses).sum()
+    def _adds_router_loss(self, named: Mapping[str, Any]) -> bool:
+        adds = named.get("output_router_logits")
+        return adds_router_loss(self._model.config) if adds is None else bool(adds)
 
     def _part(
         self,
         inner: Callable[..., Any],
         named: dict[str, Any],
         output: Any,
+        total: int | Tensor,
         hidden: Tensor,
         targets: Tensor,
-        total: int | Tensor,
-        share: Share | None = None,
+        given: Sequence[Tensor] | None = None,
         *,
-        is_first: bool,
+        share: Share | None = None,
+        others: _Others | None = None,
     ) -> Tensor:
-        """Compute the loss of one chunk, with auxiliary losses, as the share says, if it is the first one."""
-        part = dataclasses.replace(output, last_hidden_state=hidden)
+        """Compute the loss of one chunk; that of the first one with what a model adds, as the share says.
+
+        Args:
+            inner: The CausalLM's own forward.
+            named: Its arguments.
+            output: What its decoder has returned.
+            total: The number by which sums over tokens are divided.
+            hidden: (1, T, H), the hidden states of the chunk.
+            targets: (1, T), its labels.
+            given: The tensors in place of `others`, in the first chunk; None: in all that come later.
+            share: The share of the micro-batch.
+            others: The tensors beside hidden states that lead to the loss.
+        """
+        fields: dict[str, Any] = {} if given is None or others is None else others.fields(given)
+        part = dataclasses.replace(output, **fields, last_hidden_state=hidden)
         named = {
             **named,
             "labels": targets,
             "shift_labels": targets,
             "num_items_in_batch": _scalar(total, hidden),
         }
-        if not is_first and "output_router_logits" in self._signature.parameters:
-            named["output_router_logits"] = False
+        if given is None:
+            share = None
+            if "output_router_logits" in self._signature.parameters:
+                named["output_router_logits"] = False
         held, self.share = self.share, share
         try:
             with self._standing_in(lambda *_, **__: part):
@@ -323,12 +346,10 @@ class Head:
         """Check on a few tokens that chunks add up to the model's own loss; no hook of a user sees it."""
         name = type(self._model).__name__
         try:
-            if (
-                adds_router_loss(self._model.config)
-                and "output_router_logits" not in self._signature.parameters
-            ):
+            adds_router = self._adds_router_loss(named)
+            if adds_router and "output_router_logits" not in self._signature.parameters:
                 raise ValueError("its auxiliary loss cannot be left out of a chunk")
-            hidden = output.last_hidden_state[:1, :_PROBE_TOKENS]
+            hidden = output.last_hidden_state[:1, :_PROBE_TOKENS].detach()
             generator = torch.Generator().manual_seed(0)
             labels = torch.randint(0, 2, hidden.shape[:2], generator=generator).to(hidden.device)
             targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
@@ -339,15 +360,21 @@ class Head:
             if "output_router_logits" in self._signature.parameters:
                 whole_named["output_router_logits"] = False
             part = dataclasses.replace(output, last_hidden_state=hidden)
-            loss_of = partial(self._part, inner, named, output)
+            loss_of = partial(self._part, inner, named, output, count)
             half = hidden.shape[1] // 2
             with mock.patch.object(self, "share", None), _without_hooks(self._owner):
                 with self._standing_in(lambda *_, **__: part):
                     whole = float(inner(**whole_named).loss)
                 halves = sum(
-                    float(loss_of(hidden[:, span], targets[:, span], count, is_first=False))
+                    float(loss_of(hidden[:, span], targets[:, span]))
                     for span in (slice(0, half), slice(half, None))
                 )
+                others = _Others(output)
+                leaves = [tensor.detach().requires_grad_() for tensor in others.tensors]
+                beside = dataclasses.replace(output, **others.fields(leaves))
+                loss_of = partial(self._part, inner, named, beside, count, hidden, targets)
+                if not adds_router and _leads_to(leaves, loss_of):
+                    raise ValueError("it depends on more than the last hidden states of its decoder")
         except Exception as error:  # any model's forward may refuse what it has not foreseen
             _log.warning("%s computes its loss whole: %s", name, error)
             return False
@@ -363,6 +390,45 @@ class Head:
             self.share.was_used = True
             return self.share.parted(self._original(*args, **kwargs))
         return self._original(*args, **kwargs)
+
+
+class _Others:
+    """The tensors of a decoder's output, beside the last hidden states, from which gradients lead on."""
+
+    def __init__(self, output: Any) -> None:
+        """Find them in the fields of `output`."""
+        held = {name: value for name, value in output.items() if name != "last_hidden_state"}
+        self._leaves, self._tree = tree_flatten(held)
+        self._places = [
+            place
+            for place, leaf in enumerate(self._leaves)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        self._output = output
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors."""
+        return [self._leaves[place] for place in self._places]
+
+    def fields(self, given: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the fields with tensors in place of these."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, given, strict=True):
+            leaves[place] = tensor
+        fields: dict[str, Any] = tree_unflatten(leaves, self._tree)
+        return fields
+
+
+def _leads_to(tensors: Sequence[Tensor], loss_of: Callable[[], Tensor]) -> bool:
+    """Return whether a loss depends on any of these."""
+    if not tensors:
+        return False
+    with torch.enable_grad():
+        loss = loss_of()
+    if not loss.requires_grad:
+        return False
+    return any(grad is not None for grad in torch.autograd.grad(loss, tensors, allow_unused=True))
 
 
 @contextmanager

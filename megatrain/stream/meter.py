@@ -26,6 +26,9 @@ from megatrain.stream.forward.micro_batches import MicroBatchSize
 from megatrain.stream.lanes import Record
 from megatrain.stream.report import StepReport, Work
 
+_OF_HEAD = ("chunked_tokens", "rerun_tokens")
+"""Counts of the head's tokens, which are none of bytes."""
+
 
 class _Arranged(NamedTuple):
     """What of the engine's arrangement a step's report asks for."""
@@ -192,9 +195,9 @@ class StepMeter:
         for wait in sorted(waited, key=lambda wait: wait.seconds, reverse=True):
             name = f"{wait.cause.waiting.value}<-{wait.cause.owner.value} {wait.cause.buffer}"
             waits[name] = waits.get(name, 0.0) + wait.seconds
-        model_flops, hardware_flops = self._count(step.batches, arranged, moved["chunked_tokens"])
+        model_flops, hardware_flops = self._count(step.batches, arranged, moved["rerun_tokens"])
         return StepReport(
-            **{name: value for name, value in moved.items() if name != "chunked_tokens"},
+            **{name: value for name, value in moved.items() if name not in _OF_HEAD},
             seconds=step.ended_s - step.began_s,
             lane_seconds={lane.value: work.busy_s(lane) for lane in work.lanes},
             waits=dict(sorted(waits.items(), key=lambda item: item[1], reverse=True)),
@@ -222,7 +225,7 @@ class StepMeter:
             return None
 
     def _count(
-        self, batches: Iterable[MicroBatchSize], arranged: _Arranged, chunked_tokens: int
+        self, batches: Iterable[MicroBatchSize], arranged: _Arranged, rerun_tokens: int
     ) -> tuple[float, float]:
         flops = self._arrangement.flops
         model = hardware = 0.0
@@ -231,4 +234,4 @@ class StepMeter:
             model += int(batch.present) * per_token
             again = flops.recomputed_flops(batch.row_tokens, arranged.forwards, arranged.parts)
             hardware += batch.positions * (per_token + again)
-        return model, hardware + chunked_tokens * flops.head_flops
+        return model, hardware + rerun_tokens * flops.head_flops

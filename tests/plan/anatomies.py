@@ -129,7 +129,9 @@ def llama_like(
         num_trained=num_params,
         model_flops_per_token=flops / tokens,
         head_forward=Cost(matmul_flops=head_flops, moved_bytes=8.0 * tokens * shape.vocab, num_operations=4),
-        head_is_chunked=True,
+        head_backward=Cost(
+            matmul_flops=2 * head_flops, moved_bytes=16.0 * tokens * shape.vocab, num_operations=8
+        ),
         constant_bytes=tokens * 64,
         checkpoint_bytes=12 * num_params,
         pass_bytes=tokens * 48,

@@ -195,8 +195,8 @@ class Anatomy:
     model_flops_per_token: float
     """Forward and backward, nothing recomputed: `model.flops`."""
     head_forward: Cost
-    head_is_chunked: bool
-    """Whether head and loss pass in chunks of tokens."""
+    head_backward: Cost
+    """What makes the gradients of final norm, head and loss, with the loss or after it."""
     constant_bytes: int
     """Buffers on the device, and what a pass keeps beside its layers (rotary tables, masks), each once."""
     checkpoint_bytes: int

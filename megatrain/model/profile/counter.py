@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         document_len: int | None
         sequence: int
         compiles: bool
+        sums_rows: bool
 
 
 _log = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class Counter:
         self.sequence = 1
         self.compiles = False
         """What compiled layers keep is counted too."""
+        self.sums_rows = False
+        """Each row has a sum of its own, so a head in chunks runs again in the backward."""
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
@@ -144,6 +147,7 @@ class Counter:
         document_len: int | None = None,
         sequence: int = 1,
         compiles: bool = False,
+        sums_rows: bool = False,
     ) -> Counter:
         """Build a model.
 
@@ -162,6 +166,7 @@ class Counter:
             sequence: The number of ranks that share out the tokens of every row; what one of them computes is
                 counted.
             compiles: Whether to count what compiled layers keep, too.
+            sums_rows: Whether the loss is made of one sum for each row, as that of preferences is.
 
         Raises:
             ModelError: The model cannot be built or streamed, or does not compute the same where rows are
@@ -183,7 +188,7 @@ class Counter:
         counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.model_type = config.model_type
         counter.is_packed, counter.document_len, counter.sequence = is_packed, document_len, sequence
-        counter.compiles = compiles
+        counter.compiles, counter.sums_rows = compiles, sums_rows
         return counter
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
@@ -248,7 +253,15 @@ class Counter:
                         fakes = [self._fake(number) for number in self.group_of(call.module)]
                     return {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
 
-                tracer = WholePassTracer(self.model, self.layers, outer, meter, head_chunk_tokens, trace)
+                tracer = WholePassTracer(
+                    self.model,
+                    self.layers,
+                    outer,
+                    meter,
+                    head_chunk_tokens,
+                    trace,
+                    is_followed=not (self.has_router_loss or self.sums_rows),
+                )
                 rows, seq_len = self.shape
                 with self.rows_shared(meter.swapped):
                     own_len = -(-seq_len // self.sequence)

@@ -136,6 +136,7 @@ def anatomy_json(anatomy: Anatomy) -> dict[str, Any]:
         "layers": layers,
         "outer": [asdict(fragment) for fragment in anatomy.outer],
         "head_forward": asdict(anatomy.head_forward),
+        "head_backward": asdict(anatomy.head_backward),
         "warnings": list(anatomy.warnings),
     }
 
@@ -152,6 +153,7 @@ def read_anatomy(body: Mapping[str, Any]) -> Anatomy:
         "layers": tuple(layers),
         "outer": tuple(_fragment(part) for part in values["outer"]),
         "head_forward": Cost(**values["head_forward"]),
+        "head_backward": Cost(**values["head_backward"]),
         "warnings": tuple(values["warnings"]),
     }
     return Anatomy(**values)

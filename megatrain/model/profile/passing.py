@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megatrain.config.policies import KEEP
-from megatrain.model.chunk_sums import ChunkSums
 from megatrain.model.documents.begins import Packed, documents, documents_known, is_ours, told_of_equal
 from megatrain.model.head import Head
 from megatrain.model.profile.anatomy import Cost
@@ -56,6 +55,8 @@ class WholePass:
     """The part of these that layers are given, which the graph holds until the backward ends."""
     holds_embedding: bool = False
     head_forward: Cost = field(default_factory=Cost)
+    head_backward: Cost = field(default_factory=Cost)
+    """All that makes gradients of head and loss, wherever it runs."""
     head_forward_peak_bytes: int = 0
     head_backward_peak_bytes: int = 0
     head_saved_bytes: int = 0
@@ -63,7 +64,6 @@ class WholePass:
     embedding_peak_bytes: int = 0
     head_dim: int = 0
     num_heads: int = 0
-    is_chunked: bool = False
 
 
 class _Stub(torch.autograd.Function):
@@ -81,6 +81,38 @@ class _Stub(torch.autograd.Function):
         return torch.empty_like(grad), None
 
 
+class _ChunkWeights:
+    """The outer blocks' weights, for a head in chunks."""
+
+    def __init__(
+        self,
+        outer: Sequence[FakeBlock],
+        tensors: Sequence[Tensor],
+        note: Callable[[], Callable[[], None]],
+        *,
+        is_followed: bool,
+    ) -> None:
+        self._outer = outer
+        self.tensors = tensors
+        self._note = note
+        self.is_followed = is_followed
+
+    def begin_backward(self) -> None:
+        """The weights are there all the time."""
+
+    @contextmanager
+    def leaves(self) -> Iterator[Sequence[Tensor]]:
+        """Let the modules find new leaves."""
+        end = self._note()
+        found = []
+        for block in self._outer:
+            weights = block.weights
+            block.put(weights)
+            found += [weight for weight in weights if weight.requires_grad]
+        yield found
+        end()
+
+
 class WholePassTracer:
     """Runs the model's own forward and backward once."""
 
@@ -92,8 +124,21 @@ class WholePassTracer:
         meter: Meter,
         head_chunk_tokens: int | None,
         trace: Callable[[LayerCall], Traces],
+        *,
+        is_followed: bool,
     ) -> None:
-        """Prepare a pass; `trace` is called once for every kind of layer, in the middle of the forward."""
+        """Prepare a pass.
+
+        Args:
+            model: The CausalLM.
+            layers: Its decoder layers that rows of text pass.
+            outer: The blocks in no layer.
+            meter: The meter, under which all runs.
+            head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
+            trace: The function that is called once for every kind of layer, in the middle of the forward.
+            is_followed: A claim that the backward of the head follows its forward: see
+                `megatrain.model.head_chunks`.
+        """
         self._model = model
         self._layers = layers
         self._outer = outer
@@ -103,11 +148,13 @@ class WholePassTracer:
         self._kinds: dict[Hashable, int] = {}
         self._embedded: StorageWeakRef | None = None
         self._embedded_bytes: Any = 0
-        self._chunk_start: Cost | None = None
         self._streamed: dict[int, list[Tensor]] = {}
         """The weights of each block that want a gradient."""
-        self._chunk_sums: dict[int, ChunkSums] = {}
+        self._is_followed = is_followed
+        self._chunks, self._chunk_forwards = Cost(), Cost()
+        """What all chunks have cost so far, and their forwards alone."""
         self._head_start = Cost()
+        self._head_back = Cost(), Cost(), Cost()
         self._head_base: Any = 0
         self.result = WholePass()
 
@@ -122,7 +169,7 @@ class WholePassTracer:
     ) -> WholePass:
         """Pass a micro-batch of full rows, of one document each or packed; `shares`: of parts of rows."""
         meter, result = self._meter, self.result
-        head = Head(self._model, self._chunk_tokens, lambda: self._stream_again)
+        head = Head(self._model, self._chunk_tokens, self._chunk_weights)
         head._adds_up = True
         num_tokens = micro_batch_size * seq_len
         num_labels = min(num_tokens, CHUNKS * head.chunk_tokens)
@@ -146,11 +193,13 @@ class WholePassTracer:
         ):
             inner = type(self._model).forward.__get__(self._model)
             chunked = head.in_chunks((), batch)
-            output = inner(**batch) if chunked is None else head.call(inner, chunked)
+            output = inner(**batch) if chunked is None else head.call(partial(self._inner, inner), chunked)
             loss = share.scaled(output.loss)
-        result.is_chunked = head.chunked_tokens > 0
         result.head_forward_peak_bytes = meter.peak_bytes - self._head_base
-        self._note_head_cost(meter.rows.of(num_tokens) / num_labels)
+        share_of_chunks = meter.rows.of(num_tokens) / num_labels
+        whole, chunks, forwards = self._take_head_cost()
+        result.head_forward = whole - chunks + forwards.scaled(share_of_chunks)
+        made = (chunks - forwards).scaled(share_of_chunks)
         head.remove()
         del output
         result.graph_bytes = meter.bytes_of(
@@ -160,7 +209,10 @@ class WholePassTracer:
             if isinstance(leaf, Tensor)
         )
         result.head_saved_bytes = meter.settle() - result.graph_bytes
+        self._head_start = meter.cost
         loss.backward()
+        whole, chunks, _ = self._head_back
+        result.head_backward = made + (whole - chunks) + chunks.scaled(share_of_chunks)
         held = result.graph_bytes + result.head_gradient_bytes
         result.embedding_peak_bytes = meter.peak_bytes - held
         result.head_dim, result.num_heads = meter.head_dim, meter.num_heads
@@ -173,20 +225,31 @@ class WholePassTracer:
                 brought = block.stream_weights(lambda _: None)
                 self._streamed[id(block)] = [tensor for tensor in brought if tensor.requires_grad]
 
-    @contextmanager
-    def _stream_again(self) -> Iterator[None]:
-        if self._chunk_start is None:
-            self._chunk_start = self._meter.cost
-        for block in self._outer:
-            held = self._streamed[id(block)]
-            if block.is_behind or not held or not torch.is_grad_enabled():
-                block.stream_weights(lambda _: None)
-                continue
-            if id(block) not in self._chunk_sums:
-                self._chunk_sums[id(block)] = ChunkSums(held)
-            sums = self._chunk_sums[id(block)]
-            block.stream_weights(sums.add, sums.token)
-        yield
+    def _chunk_weights(self) -> _ChunkWeights:
+        tensors = [tensor for block in self._outer for tensor in self._streamed[id(block)]]
+        return _ChunkWeights(self._outer, tensors, self._note_chunks, is_followed=self._is_followed)
+
+    def _note_chunks(self) -> Callable[[], None]:
+        """Take note that chunks run; return what takes note of their end."""
+        before = self._meter.cost
+
+        def end() -> None:
+            self._chunks += self._meter.cost - before
+
+        return end
+
+    def _inner(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward on a chunk of the head, or until it has run the decoder."""
+        before = self._meter.cost
+        output = inner(*args, **kwargs)
+        self._chunk_forwards += self._meter.cost - before
+        return output
+
+    def _take_head_cost(self) -> tuple[Cost, Cost, Cost]:
+        """Return what the head has cost since its start: all, all chunks of it, and their forwards."""
+        found = self._meter.cost - self._head_start, self._chunks, self._chunk_forwards
+        self._chunks = self._chunk_forwards = Cost()
+        return found
 
     @contextmanager
     def _stubs(self) -> Iterator[None]:
@@ -232,14 +295,10 @@ class WholePassTracer:
             self.result.holds_embedding = not self._embedded.expired()
             self.result.forward_bytes = live - self._embedded_bytes * self.result.holds_embedding
 
-    def _note_head_cost(self, share: Any) -> None:
-        whole = self._meter.cost - self._head_start
-        chunks = Cost() if self._chunk_start is None else self._meter.cost - self._chunk_start
-        self.result.head_forward = whole - chunks + chunks.scaled(share)
-
     def _begin_layers(self, grad: Tensor) -> None:
         """The backward has come to the last layer's output."""
         meter, result = self._meter, self.result
+        self._head_back = self._take_head_cost()
         result.head_backward_peak_bytes = meter.peak_bytes - result.graph_bytes
         left = meter.settle() - result.graph_bytes - meter.storage_bytes(grad)
         result.head_gradient_bytes = left

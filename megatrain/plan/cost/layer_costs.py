@@ -77,8 +77,8 @@ class LayerCosts:
 
     @property
     def head_backward_s(self) -> float:
-        """Return the seconds of their backward; a head in chunks runs its forward again."""
-        return self.head_forward_s * (3 if self.anatomy.head_is_chunked else 2)
+        """Return the seconds of what makes their gradients."""
+        return self.rates.head_s(self.anatomy.head_backward)
 
     @property
     def outer_s(self) -> float:

@@ -39,8 +39,8 @@ class ComputeWork:
                 self._place[block] = number, size / total if total else 1.0 / len(blocks)
         self._shapes: dict[int, tuple[int, int]] = {}
         self._per_position: dict[tuple[int, int, bool, bool], float] = {}
-        self._again: dict[int, int] = {}
-        self._chunked_tokens = 0
+        self._back: dict[int, float] = {}
+        self._rerun_tokens = self._eager_tokens = 0
         self._outer = 0.0
 
     def begin_pass(self, micro_batch: int, row_tokens: int, positions: int) -> None:
@@ -70,25 +70,28 @@ class ComputeWork:
             total += part.flops(row_tokens) - forward
         return total
 
-    def head_forward(self, micro_batch: int, chunked_tokens: int) -> None:
+    def head_forward(self, micro_batch: int, *, rerun_tokens: int, eager_tokens: int) -> None:
         """Take note that a micro-batch has passed the head.
 
         Args:
             micro_batch: The number of the micro-batch within the round.
-            chunked_tokens: The number of tokens that have passed the head in chunks so far; those that came
-                with this micro-batch pass it again in the backward.
+            rerun_tokens: The number of tokens so far that pass the head again in the backward: those that
+                came with this micro-batch do.
+            eager_tokens: The number of tokens so far whose gradients were made with the loss.
         """
         row_tokens, positions = self._shapes.get(micro_batch, (1, 0))
-        self._outer += positions * self._flops.rest.forward_flops(row_tokens)
-        self._again[micro_batch] = chunked_tokens - self._chunked_tokens
-        self._chunked_tokens = chunked_tokens
+        rest = self._flops.rest
+        forward = positions * rest.forward_flops(row_tokens)
+        backward = positions * rest.flops(row_tokens) - forward
+        is_eager = eager_tokens > self._eager_tokens
+        self._outer += forward + backward * is_eager
+        again = (rerun_tokens - self._rerun_tokens) * self._flops.head_flops
+        self._back[micro_batch] = 0.0 if is_eager else backward + again
+        self._rerun_tokens, self._eager_tokens = rerun_tokens, eager_tokens
 
     def head_backward(self, micro_batch: int) -> None:
         """Take note that autograd begins to pass a micro-batch's head."""
-        row_tokens, positions = self._shapes.get(micro_batch, (1, 0))
-        rest = self._flops.rest
-        self._outer += positions * (rest.flops(row_tokens) - rest.forward_flops(row_tokens))
-        self._outer += self._again.get(micro_batch, 0) * self._flops.head_flops
+        self._outer += self._back.pop(micro_batch, 0.0)
 
     def take_outer(self) -> float:
         """Return what outer blocks have computed since the last call."""

@@ -59,7 +59,9 @@ class Counts:
         self.spread_bytes = 0
         """Of new weights, sent to other nodes."""
         self.chunked_tokens = 0
-        """Tokens that have passed the head in chunks, and pass it again in the backward."""
+        """Tokens that have passed the head in chunks."""
+        self.rerun_tokens = 0
+        """Those of them that pass it again in the backward."""
         self.swapped_bytes = 0
         """Given to the ranks that share out the same rows, and as many got from them."""
 

@@ -20,7 +20,7 @@ from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
-from megatrain.stream.forward.gradient_hooks import Backward, GradientHooks, refuse_hooks
+from megatrain.stream.forward.gradient_hooks import GradientHooks, refuse_hooks
 from megatrain.stream.forward.stream_weights import Place
 from megatrain.stream.job.job import Job
 
@@ -142,16 +142,16 @@ class AttachedBlock:
         return wanted
 
     def line_up(
-        self, grads: Sequence[Tensor | None], trained: Sequence[bool], backward: Backward
+        self, grads: Sequence[Tensor | None], trained: Sequence[bool], call: int
     ) -> list[Tensor | None]:
         """Give every entry that has state its gradient or None, from the gradients of the `trained` ones.
 
-        Hooks of the parameters are run on them.
+        Hooks of the parameters are run on them, as gradients of this call of a step.
 
         Raises:
             ModelError: A hook cannot be run.
         """
-        grads = self._hooks.run(grads, trained, backward)
+        grads = self._hooks.run(grads, trained, call)
         if trained == self._has_state:
             return list(grads)
         given = iter(grads)

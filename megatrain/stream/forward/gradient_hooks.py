@@ -8,21 +8,11 @@ gradient, before that is added to those of others. Where that gradient comes in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-
-
-class Backward(NamedTuple):
-    """The backward to which a gradient belongs."""
-
-    call: int
-    """The call of a step, by its place in the round; 0: of a backward that the user has called."""
-    is_part: bool = False
-    """It is that of a chunk of the head."""
 
 
 class GradientHooks:
@@ -32,12 +22,18 @@ class GradientHooks:
         """Look for hooks on these parameters whenever they have gradients."""
         self._names, self._parameters = names, parameters
         self._ran: dict[str, tuple[int, int]] = {}
-        """By name, in which backward of torch and for which call its hooks have run last."""
+        """By name, in which backward of torch and for which call of a step its hooks have run last."""
 
     def run(
-        self, grads: Sequence[Tensor | None], trained: Sequence[bool], backward: Backward
+        self, grads: Sequence[Tensor | None], trained: Sequence[bool], call: int
     ) -> Sequence[Tensor | None]:
         """Return the gradients of the `trained` parameters as their hooks leave them.
+
+        Args:
+            grads: The gradients.
+            trained: The bools, one per parameter, that say whether it is trained.
+            call: The call of a step to which they belong, by its place in the round; 0: they are of a
+                backward that the user has called.
 
         Raises:
             ModelError: A hook that cannot be run as torch runs it.
@@ -50,22 +46,21 @@ class GradientHooks:
             return grads
         own = [number for number, wants in enumerate(trained) if wants]
         return [
-            grad if grad is None else self._changed(self._names[number], parameters[number], grad, backward)
+            grad if grad is None else self._changed(self._names[number], parameters[number], grad, call)
             for number, grad in zip(own, grads, strict=True)
         ]
 
-    def _changed(self, name: str, parameter: nn.Parameter, grad: Tensor, backward: Backward) -> Tensor:
+    def _changed(self, name: str, parameter: nn.Parameter, grad: Tensor, call: int) -> Tensor:
         refuse_hooks(name, parameter)
         hooks = parameter._backward_hooks
         if not hooks:
             return grad
-        now = torch._C._current_graph_task_id(), backward.call
-        if backward.is_part or self._ran.get(name) == now:
+        now = torch._C._current_graph_task_id(), call
+        if self._ran.get(name) == now:
             raise ModelError(
-                f"parameter {name} has a hook (register_hook), but its gradient comes in parts: the head "
-                "runs in chunks, the loss passes the model more than once with gradients, or a large batch "
-                "is split (micro_batch_size); attach with head_chunk_tokens of a micro-batch at least, and "
-                "call the model once per loss"
+                f"parameter {name} has a hook (register_hook), but its gradient comes in parts: the loss "
+                "passes the model more than once with gradients, or a large batch is split "
+                "(micro_batch_size); pass micro-batches, and call the model once per loss"
             )
         self._ran[name] = now
         for hook in tuple(hooks.values()):

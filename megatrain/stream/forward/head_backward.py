@@ -107,7 +107,8 @@ class HeadBackward:
 
     def __init__(self) -> None:
         """Begin with any round."""
-        self._is_put_off = False
+        self.is_put_off = False
+        """That of the last micro-batch could not run by itself, nor can those after it in the round."""
 
     def begin(self, loss: Tensor, cuts: Sequence[Cut], place: int, num_later: int) -> Tensor:
         """Run that of one micro-batch's head, if it can run by itself; return where the rest begins.
@@ -120,11 +121,11 @@ class HeadBackward:
             place: The place of the micro-batch in the round.
             num_later: Micro-batches whose turns come later.
         """
-        self._is_put_off = self._is_put_off and place > 0
-        root = cuts[0].go_back(loss) if len(cuts) == 1 and not self._is_put_off else None
+        self.is_put_off = self.is_put_off and place > 0
+        root = cuts[0].go_back(loss) if len(cuts) == 1 and not self.is_put_off else None
         if root is not None:
             return root
-        self._is_put_off = True
+        self.is_put_off = True
         if cuts:
             _put_before(loss, num_later, oldest=max(cut.oldest for cut in cuts))
         return loss

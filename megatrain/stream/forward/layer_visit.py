@@ -59,7 +59,7 @@ class _Entry(BlockVisit):
     def close_backward(self, grads: Sequence[Tensor | None]) -> None:
         """Take the gradients; autograd is done with the fragment."""
         self.open_backward()
-        by_entry = self.attached.line_up(grads, self.trained, self.call.current.backward)
+        by_entry = self.attached.line_up(grads, self.trained, self.call.current.call)
         self.call.layer.executor.close(by_entry)
         self._is_done = True
         self.call.go_on_before(self)

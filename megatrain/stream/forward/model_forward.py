@@ -8,7 +8,7 @@ Several micro-batches pass in lockstep, each as an ordinary call of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +30,7 @@ from megatrain.stream.forward.layer_visit import LayerVisit
 from megatrain.stream.forward.micro_batches import MicroBatchSize, join_outputs, split_batch
 from megatrain.stream.forward.outer_visits import let_reads_stream, refuse_calls_beside
 from megatrain.stream.forward.overrides import Overrides
-from megatrain.stream.forward.passes import Pass, move_buffers, to_device
+from megatrain.stream.forward.passes import ChunkWeights, Pass, move_buffers, to_device
 from megatrain.stream.forward.shared_state import SharedState
 from megatrain.stream.forward.turns import Turn, Turns
 
@@ -88,11 +88,11 @@ class ModelForward:
         self._rows = rows
         self._micro_batch_size = micro_batch_size
         self._pass: Pass | None = None
-        self._part_of: Pass | None = None
-        """Whose head runs a chunk."""
+        self._is_in_chunk = False
+        """A chunk of the head runs, and finds weights in place of the modules' own."""
         self._is_removed = False
         self._shared_state = SharedState(model)
-        self.head = Head(model, head_chunk_tokens, self._stream_again)
+        self.head = Head(model, head_chunk_tokens, self._chunk_weights)
         self.turns = Turns(self, arrangement, model)
         self._overrides = Overrides(model)
 
@@ -100,11 +100,6 @@ class ModelForward:
     def is_open(self) -> bool:
         """Whether the model's forward is going on."""
         return self._pass is not None
-
-    @property
-    def _current(self) -> Pass | None:
-        """The pass that is going on, or of which a chunk is."""
-        return self._part_of or self._pass
 
     # -- overrides ------------------------------------------------------------------------------------------
 
@@ -129,7 +124,7 @@ class ModelForward:
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)
         for block in self._arrangement.outer:
-            refuse_calls_beside(block, self._overrides, self._arrangement.host, lambda: self._current)
+            refuse_calls_beside(block, self._overrides, self._arrangement.host, self._runs)
             if block.block.caller is not None:
                 self._override_outer(block, block.block.caller)
                 if block.block.is_head:
@@ -156,22 +151,23 @@ class ModelForward:
             )
         self._overrides.replace(self._model, partial(self._enter, self._model.forward, self._model))
 
+    def _runs(self) -> bool:
+        """Whether outer blocks find their weights, in a pass or in chunks of its head that run again."""
+        return self._pass is not None or self._is_in_chunk
+
     def _read_head(self, block: AttachedBlock) -> Mapping[str, Tensor] | None:
         """Stream the head's weights for somebody who reads them; None: they are there."""
-        current = self._current
-        if current is None or block in self._arrangement.resident_outer:
+        if self._pass is None or block in self._arrangement.resident_outer:
             return None
-        return current.visit_outer(block).read(in_chunk=self._part_of is not None)
+        return self._pass.visit_outer(block).read()
 
     def _override_outer(self, block: AttachedBlock, module: nn.Module) -> None:
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            current = self._current
-            if current is None or block in self._arrangement.resident_outer:
+            if self._pass is None or self._is_in_chunk or block in self._arrangement.resident_outer:
                 return inner(*args, **kwargs)
-            visit = current.visit_outer(block)
-            return visit.run(inner, args, kwargs, in_chunk=self._part_of is not None)
+            return self._pass.visit_outer(block).run(inner, args, kwargs)
 
         self._overrides.replace(module, forward)
 
@@ -276,8 +272,10 @@ class ModelForward:
             with documents(packed), current:
                 output = self._call(inner, args, kwargs)() if is_causal_lm else inner(*args, **kwargs)
             if is_causal_lm:
-                arrangement.counts.chunked_tokens = self.head.chunked_tokens
-                work.head_forward(place, self.head.chunked_tokens)
+                head = self.head
+                arrangement.counts.chunked_tokens = head.chunked_tokens
+                arrangement.counts.rerun_tokens = head.rerun_tokens
+                work.head_forward(place, rerun_tokens=head.rerun_tokens, eager_tokens=head.eager_tokens)
             self._watch_backward(output, partial(work.head_backward, place))
             return output
         finally:
@@ -349,15 +347,15 @@ class ModelForward:
         output = join_outputs(run(calls, heads_in_turn=False, in_succession=not together))
         return output.to_tuple() if as_tuple else output
 
-    def _stream_again(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return what streams the outer blocks for chunks of the running pass."""
-        return partial(self._in_part, self._pass)
+    def _chunk_weights(self) -> ChunkWeights:
+        """Return the weights of the running pass's head, for chunks of it."""
+        assert self._pass is not None
+        return self._pass.chunk_weights(is_followed=self.turns.is_head_followed, around=self._in_chunk)
 
     @contextmanager
-    def _in_part(self, current: Pass | None) -> Iterator[None]:
-        held, self._part_of = self._part_of, current
+    def _in_chunk(self) -> Iterator[None]:
+        held, self._is_in_chunk = self._is_in_chunk, True
         try:
-            with Pass(self._arrangement, current):
-                yield
+            yield
         finally:
-            self._part_of = held
+            self._is_in_chunk = held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -14,12 +14,10 @@ from megatrain.store.state import HostState
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.attached import AttachedBlock
-from megatrain.stream.forward.gradient_hooks import Backward
 from megatrain.stream.forward.overrides import Overrides
 from megatrain.stream.forward.stream_weights import (
     ANCHOR,
     HEAD_ANCHOR,
-    Place,
     SavedWeight,
     stream_weights,
     swapped,
@@ -29,9 +27,8 @@ from megatrain.stream.forward.stream_weights import (
 class OuterVisit(BlockVisit):
     """A micro-batch in an embedding or a head that streams, which is entered when its module is called.
 
-    A head may run in chunks, whose forwards run again in the backward: all chunks of a micro-batch are one
-    visit each way. What autograd saves of the weights is their place in the block, as in a layer that keeps
-    what it saves.
+    What autograd saves of the weights is their place in the block, as in a layer that keeps what it saves. A
+    head that runs in chunks of tokens is one visit each way all the same: `connect` and `aliases` are for it.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class OuterVisit(BlockVisit):
         micro_batch: int,
         begin_backward: Callable[[], None],
         until_end: ExitStack,
-        backward: Backward,
+        call: int,
     ) -> None:
         """Prepare the visit of `block` by a micro-batch, by its number within the round.
 
@@ -51,7 +48,7 @@ class OuterVisit(BlockVisit):
             micro_batch: The number of the micro-batch within the round.
             begin_backward: The function that is called when autograd reaches the block.
             until_end: The stack of contexts that is closed when the pass's forward has ended.
-            backward: The backward to which the block's gradients belong.
+            call: The call of a step to which the block's gradients belong.
         """
         super().__init__(block.index, micro_batch, self)
         self._attached = block
@@ -60,74 +57,60 @@ class OuterVisit(BlockVisit):
         self._trained = block.trained_now()
         self._is_head = block.block.is_head
         self._until_end = until_end
-        self._backward = backward
+        self._call = call
         self._read: dict[str, Tensor] | None = None
 
-    def run(
-        self,
-        inner: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        in_chunk: bool,
-    ) -> Any:
+    def run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the module's own forward on the weights in the slot.
 
         Args:
             inner: The module's own forward.
             args: The positional arguments of the call.
             kwargs: The keyword arguments of the call.
-            in_chunk: A claim that this is a chunk, which runs again in the backward, so that autograd keeps
-                nothing of it until then.
         """
-        places, found = self._weights(in_chunk=in_chunk)
+        places, found = self._attached.fill(self.connect(), {})
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with swapped(places, found), nullcontext() if in_chunk else hooks:
+        with swapped(places, found), hooks:
             result = inner(*args, **kwargs)
         if not self._is_head:
             self._executor.close()
         return result
 
-    def read(self, *, in_chunk: bool) -> Mapping[str, Tensor]:
+    def read(self) -> Mapping[str, Tensor]:
         """Return the head's weights, for somebody who computes with them in place of the module.
 
-        What autograd saves of them until the end of the forward is their place in the block; of a chunk,
-        which runs again in the backward, it saves nothing.
-
-        Args:
-            in_chunk: A claim that a chunk of the head asks, as in `run`.
+        What autograd saves of them until the end of the forward is their place in the block.
 
         Raises:
             ModelError: The head is read in a recomputation, which nobody closes.
         """
-        if in_chunk or self._read is None:
-            if not in_chunk and torch._C._current_graph_task_id() != -1:
+        if self._read is None:
+            if torch._C._current_graph_task_id() != -1:
                 raise ModelError(
                     f"the weights of {self._attached.block.name} are read in a recomputation of the head, "
                     "which streams; call the module, or attach with outer_streams=False"
                 )
-            places, weights = self._weights(in_chunk=in_chunk)
-            found = {leaf: tensor for (_, leaf), tensor in zip(places, weights, strict=True)}
-            if in_chunk:
-                return found
-            self._read = found
+            places, weights = self._attached.fill(self.connect(), {})
+            self._read = {leaf: tensor for (_, leaf), tensor in zip(places, weights, strict=True)}
             self._until_end.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
         return self._read
 
-    def _weights(self, *, in_chunk: bool) -> tuple[Sequence[Place], Sequence[Tensor]]:
-        """Open the visit, and return the places of its parameters with the tensors in the slot."""
-        if in_chunk:
-            self._backward = self._backward._replace(is_part=True)
+    def connect(self) -> list[Tensor]:
+        """Open the visit, and return the block's weights in the slot, whose gradients come back to it."""
+        aliases = self.aliases()
+        anchor = HEAD_ANCHOR if self._is_head else ANCHOR
+        return stream_weights(aliases, self._trained, self._collect, anchor=anchor)
+
+    def aliases(self) -> Sequence[Tensor]:
+        """Open the visit, if it is not, and return the block's weights in the slot; in a backward, again."""
         if torch._C._current_graph_task_id() != -1:
-            self._open_backward(is_again=True)
+            self.open_backward(is_again=True)
         elif self._executor.open_visit is not self:
             self._executor.open(self, is_backward=False, is_again=False)
-        aliases = self._executor.slots.aliases(self.block, self.operation.slot)
-        anchor = HEAD_ANCHOR if self._is_head else ANCHOR
-        weights = stream_weights(aliases, self._trained, self._collect, anchor=anchor)
-        return self._attached.fill(weights, {})
+        return self._executor.slots.aliases(self.block, self.operation.slot)
 
-    def _open_backward(self, *, is_again: bool = False) -> None:
+    def open_backward(self, *, is_again: bool = False) -> None:
+        """Open the visit of the backward, if it is not; `is_again`: the forward runs again in it."""
         executor = self._executor
         if executor.open_visit is self and self.operation.is_backward:
             return
@@ -135,9 +118,9 @@ class OuterVisit(BlockVisit):
         executor.open(self, is_backward=True, is_again=is_again)
 
     def _collect(self, grads: Sequence[Tensor | None]) -> None:
-        self._open_backward()
-        by_entry = self._attached.line_up(grads, self._trained, self._backward)
-        if self._is_head:  # other chunks may follow: whatever is opened next closes the visit
+        self.open_backward()
+        by_entry = self._attached.line_up(grads, self._trained, self._call)
+        if self._is_head:  # other passes of it may follow: whatever is opened next closes the visit
             self._executor.gradients.collect(self.operation, by_entry)
         else:
             self._executor.close(by_entry)
@@ -151,7 +134,7 @@ class OuterVisit(BlockVisit):
     def _unpack(self, saved: Tensor | SavedWeight) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        self._open_backward()
+        self.open_backward()
         assert self.place is not None
         return saved.found(self.place)
 
@@ -206,7 +189,7 @@ def let_reads_stream(block: AttachedBlock, read_of: ReadOf) -> Callable[[], obje
 
 
 def refuse_calls_beside(
-    block: AttachedBlock, overrides: Overrides, host: HostState, current: Callable[[], object | None]
+    block: AttachedBlock, overrides: Overrides, host: HostState, runs: Callable[[], bool]
 ) -> None:
     """Refuse calls of an outer block's modules beside every pass, while its weights are not in RAM.
 
@@ -214,13 +197,13 @@ def refuse_calls_beside(
         block: The outer block, whose modules the model calls.
         overrides: The overrides of the model.
         host: The state that holds the block's weights.
-        current: The function that returns the pass that is going on.
+        runs: The function that says whether a pass is going on.
     """
     if not host.has_drives and block.index not in host.on_device.blocks:
         return
 
     def check(*_: Any) -> None:
-        if current() is None and not host.has_working:
+        if not runs() and not host.has_working:
             raise ModelError(
                 f"{block.block.name} was called outside the model's forward, and its weights are not in RAM; "
                 "call the model, or engine.sync() before"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.model.chunk_sums import ChunkSums
 from megatrain.stream.activations.boundaries import LastCall
+from megatrain.stream.activations.torch_state import Autocast, RandomState
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
-from megatrain.stream.forward.gradient_hooks import Backward
 from megatrain.stream.forward.head_backward import Cut
 from megatrain.stream.forward.outer_visits import OuterVisit
 from megatrain.stream.forward.stream_weights import (
@@ -23,6 +22,7 @@ from megatrain.stream.forward.stream_weights import (
     Place,
     exchange,
     stream_weights,
+    swapped,
 )
 
 _STAGED_BYTES = 16 << 20
@@ -32,32 +32,27 @@ _STAGED_BYTES = 16 << 20
 class Pass:
     """One forward of the model, and its backward: holds the weights of outer blocks for it."""
 
-    def __init__(self, arrangement: Arrangement, whole: Pass | None = None) -> None:
-        """Stream the outer blocks for the pass that comes next, or for a part of one that goes on."""
+    def __init__(self, arrangement: Arrangement) -> None:
+        """Stream the outer blocks for the pass that comes next."""
         rounds = arrangement.rounds
         self.begin_backward = rounds.begin_backward
-        self.micro_batch: int = rounds.micro_batch if whole is None else whole.micro_batch
-        own = Backward(rounds.call)
-        self.backward: Backward = own if whole is None else whole.backward._replace(is_part=True)
-        """Of whom its gradients are."""
+        self.micro_batch: int = rounds.micro_batch
+        self.call = rounds.call
+        """The call of a step to which its gradients belong, by its place in the round; 0: they are of a
+        backward that the user has called."""
         self._adds_up = rounds.adds_up
         """The gradients of other micro-batches will be added to this one's."""
         self._passed: set[AttachedLayer] = set()
         self.last_call = LastCall()
         self._arrangement = arrangement
         self._outer = arrangement.resident_outer
-        is_part = whole is not None
-        self._chunk_sums: dict[int, ChunkSums] = {}
-        """By block: what chunks of the head add to the gradients of weights that others use too."""
-        self.tensors = {
-            block.index: self._stream_block(block, whole, of_head=is_part) for block in self._outer
-        }
+        self.tensors = {block.index: self._stream_block(block, of_head=False) for block in self._outer}
         self._of_head: Mapping[int, Sequence[Tensor]] = self.tensors
         """What head and loss compute with, by block."""
         self._places: list[Place] = []
         self._own = self._fill(self.tensors)
         self._parameters: list[Any] | None = None
-        self.is_in_head = is_part
+        self.is_in_head = False
         """The last layer is behind it."""
         self._head_visit: OuterVisit | None = None
         self.until_end = ExitStack()
@@ -78,7 +73,7 @@ class Pass:
         behind = [block for block in self._outer if block.block.is_behind]
         found = dict(self.tensors)
         for block in behind:
-            found[block.index] = self._stream_block(block, None, of_head=True)
+            found[block.index] = self._stream_block(block, of_head=True)
         if cuts is not None:
             cuts.append(cut)
             hidden = output[0] if type(output) is tuple else output
@@ -107,7 +102,7 @@ class Pass:
         return own
 
     def visit_outer(self, block: AttachedBlock) -> OuterVisit:
-        """Return the micro-batch's visit of an outer block that streams: one for all chunks of a head."""
+        """Return the micro-batch's visit of an outer block that streams: one for all calls of a head."""
         if block.block.is_head and self._head_visit is not None:
             return self._head_visit
         arrangement = self._arrangement
@@ -117,7 +112,7 @@ class Pass:
             self.micro_batch,
             self.begin_backward,
             self.until_end,
-            self.backward,
+            self.call,
         )
         self._head_visit = visit if block.block.is_head else None
         return visit
@@ -155,31 +150,99 @@ class Pass:
         self.until_end.close()
         self.restore()
         # what the head was given leads back here by ways that no garbage collector sees
-        self._places, self._own, self._of_head, self._chunk_sums = [], [], self.tensors, {}
+        self._places, self._own, self._of_head = [], [], self.tensors
 
-    def _sums_of_chunks(self, block: AttachedBlock) -> ChunkSums | None:
-        """Return where chunks add up a block's gradients; None: it is the head's own, or wants none."""
-        if block.index not in self._chunk_sums and not block.block.is_behind:
-            held = [tensor for tensor in self._of_head[block.index] if tensor.requires_grad]
-            if held:
-                self._chunk_sums[block.index] = ChunkSums(held)
-        return self._chunk_sums.get(block.index)
+    def chunk_weights(
+        self, *, is_followed: bool, around: Callable[[], AbstractContextManager[object]]
+    ) -> ChunkWeights:
+        """Return the weights for a head that runs in chunks; see `ChunkWeights`."""
+        arrangement = self._arrangement
+        heads = [b for b in arrangement.outer if b.block.is_head and b not in arrangement.resident_outer]
+        visits = [(block, self.visit_outer(block)) for block in heads]
+        connected = [(block, self._of_head[block.index]) for block in self._outer]
+        connected += [(block, visit.connect()) for block, visit in visits]
+        return ChunkWeights(
+            arrangement,
+            connected,
+            {block.index: visit for block, visit in visits},
+            is_followed=is_followed,
+            around=around,
+        )
 
-    def _stream_block(self, block: AttachedBlock, whole: Pass | None, *, of_head: bool) -> list[Tensor]:
+    def _stream_block(self, block: AttachedBlock, *, of_head: bool) -> list[Tensor]:
         arrangement, micro_batch = self._arrangement, self.micro_batch
         trained, begin_backward, executor = block.trained_now(), self.begin_backward, arrangement.executor
         aliases = arrangement.slots.aliases(block.index, -1)
-        sums = None if whole is None or not torch.is_grad_enabled() else whole._sums_of_chunks(block)
-        if sums is not None:
-            return stream_weights(aliases, trained, sums.add, anchor=sums.token)
 
         def collect(grads: Sequence[Tensor | None]) -> None:
             begin_backward()
             if any(grad is not None for grad in grads):
-                by_entry = block.line_up(grads, trained, self.backward)
+                by_entry = block.line_up(grads, trained, self.call)
                 executor.gradients.collect_resident(block.index, micro_batch, by_entry)
 
         return stream_weights(aliases, trained, collect, anchor=HEAD_ANCHOR if of_head else ANCHOR)
+
+
+class ChunkWeights:
+    """The weights of outer blocks for one micro-batch's head in chunks (`megatrain.model.head_chunks`)."""
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        connected: Sequence[tuple[AttachedBlock, Sequence[Tensor]]],
+        visits: Mapping[int, OuterVisit],
+        *,
+        is_followed: bool,
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Take the weights of a pass that has come to its head.
+
+        Args:
+            arrangement: The parts that stream blocks.
+            connected: The blocks, each with the tensors from which autograd goes on to its parameters.
+            visits: The visits of those that stream, by block.
+            is_followed: A claim that the backward of the head comes before anybody else's forward of it.
+            around: The function that returns what to enter while chunks run.
+        """
+        self.is_followed = is_followed
+        self.tensors = [tensor for _, held in connected for tensor in held if tensor.requires_grad]
+        # not the tensors: what the graph leads to, its node must not hold
+        self._blocks = [(block, [tensor.requires_grad for tensor in held]) for block, held in connected]
+        self._slots = arrangement.slots
+        self._visits = visits
+        self._around = around
+        device = arrangement.lanes.device
+        self._random, self._autocast = RandomState(device), Autocast(device)
+        self._device = device
+
+    def begin_backward(self) -> None:
+        """Take note that autograd has come to the chunks: blocks that stream are there for it."""
+        for visit in self._visits.values():
+            visit.open_backward()
+
+    @contextmanager
+    def leaves(self) -> Iterator[Sequence[Tensor]]:
+        """Let the model find leaves in place of its weights; see `HeadWeights.leaves`."""
+        found: dict[int, list[Tensor]] = {}
+        for block, trained in self._blocks:
+            visit = self._visits.get(block.index)
+            aliases = self._slots.aliases(block.index, -1) if visit is None else visit.aliases()
+            pairs = zip(aliases, trained, strict=True)
+            found[block.index] = [alias.detach().requires_grad_(wants) for alias, wants in pairs]
+        places: list[Place] = []
+        tensors: list[Tensor] = []
+        for block, _ in self._blocks:
+            of_block = block.fill(found[block.index], found)
+            places += of_block[0]
+            tensors += of_block[1]
+        with ExitStack() as stack:
+            if torch._C._current_graph_task_id() != -1:
+                stack.callback(RandomState(self._device).restore)
+                self._random.restore()
+                stack.enter_context(self._autocast.again())
+            stack.enter_context(self._around())
+            stack.enter_context(swapped(places, tensors))
+            yield [leaf for held in found.values() for leaf in held if leaf.requires_grad]
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -112,6 +112,12 @@ class Turns:
         executor.end_head()
         return root
 
+    @property
+    def is_head_followed(self) -> bool:
+        """Whether the backward of the running call's head comes before another's forward of it."""
+        in_turn = self._arrangement.executor.spec.heads_in_turn
+        return self.current is not None and in_turn and not self._head_backward.is_put_off
+
     def give_way_to_pass(self) -> None:
         """Let the others begin their next pass in the order of the first: they have come from the head."""
         if self.current is not None and self.current.has_passed:

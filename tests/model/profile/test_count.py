@@ -105,7 +105,8 @@ def test_flops_are_those_of_a_real_run() -> None:
         loss.backward()
     head = anatomy.head_forward.matmul_flops
     assert sum(layer.forward.matmul_flops for layer in anatomy.layers) + head == forward.get_total_flops()
-    counted = sum(layer.backward.matmul_flops for layer in anatomy.layers) + 2 * head
+    head = anatomy.head_backward.matmul_flops
+    counted = sum(layer.backward.matmul_flops for layer in anatomy.layers) + head
     assert counted == backward.get_total_flops()
     attention = 2 * 4 * 32 * 32 * 64 / 2  # rows; 2 products of 2 FLOPs; queries; keys; width; causal
     assert anatomy.layers[0].forward.attention_flops == attention
@@ -162,9 +163,30 @@ def test_a_long_row_takes_no_square_of_its_length() -> None:
         long.layers[0].backward_peak_bytes["recompute"]
         < 40 * short.layers[0].backward_peak_bytes["recompute"]
     )
-    assert long.head_is_chunked
     assert long.head_saved_bytes < GIB, "the head is computed in chunks"
     assert long.head_forward.matmul_flops == pytest.approx(32 * short.head_forward.matmul_flops)
+
+
+def test_a_head_in_chunks_makes_three_products_or_four() -> None:
+    """Where each row has a sum, chunks run again; else gradients are made with the loss, and held in fp32."""
+    vocab, tokens = 4096, 12 * 256
+    again, eager, whole = (
+        count_anatomy(
+            small_llama(vocab_size=vocab),
+            micro_batch_size=3,
+            seq_len=tokens // 3,
+            precision="bf16",
+            head_chunk_tokens=chunk,
+            sums_rows=sums_rows,
+        )
+        for chunk, sums_rows in ((256, True), (256, False), (tokens, False))
+    )
+    product = 2 * tokens * vocab * 64
+    for anatomy, products in ((again, 3), (eager, 2), (whole, 2)):
+        assert anatomy.head_forward.matmul_flops == product
+        assert anatomy.head_backward.matmul_flops == products * product
+    assert eager.head_saved_bytes - again.head_saved_bytes == 4 * vocab * 64 + 2 * tokens * 64
+    assert eager.head_backward.moved_bytes < again.head_backward.moved_bytes
 
 
 def test_whole_attention_matrices_are_counted_where_the_model_makes_them() -> None:

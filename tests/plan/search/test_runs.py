@@ -17,7 +17,6 @@ from tests.plan.anatomies import Shape, llama_like, machine
 def test_rounds_of_several_runs_may_be_of_any_size(tied: bool, num_runs: int) -> None:
     """Also with a tied head in chunks: its gradient comes once per micro-batch."""
     anatomy = llama_like(Shape(num_layers=3), micro_batch_size=1, seq_len=64)
-    assert anatomy.head_is_chunked
     if tied:
         anatomy = replace(anatomy, outer=tuple(part for part in anatomy.outer if part.kind != "head"))
     batch = StepBatch(micro_batch_size=1, seq_len=64, num_micro_batches=8, num_runs=num_runs)

@@ -1,4 +1,4 @@
-"""The head in chunks: which module is the decoder, and what hooks see."""
+"""The head in chunks: a resident model's bits, which module is the decoder, and what hooks see."""
 
 from __future__ import annotations
 
@@ -8,11 +8,180 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from benchmarks.training.random_search.families import config_of
 from tests.families import FAMILIES
-from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
-from tests.stream.runs import HYPER, assert_same_gradients
+from tests.products import every_pair
+from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER, assert_same_gradients, assert_same_steps, start
+
+CHUNK = 11
+
+
+class InChunks:
+    """The loss of a resident model in chunks, which are what `torch.autograd.grad` makes of each by itself."""
+
+    def __init__(self, model: PreTrainedModel, batch: Batch, total: Tensor, _: int) -> None:
+        """Run the model, whose loss is divided by `total`."""
+        labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].reshape(1, -1)
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        self._model = model
+        self._hidden = model.get_decoder()(**given).last_hidden_state
+        self._hidden_grad = torch.empty_like(self._hidden).flatten(0, 1)
+        self._weights = list(model.get_output_embeddings().parameters())
+        self._sums = [torch.zeros(weight.shape) for weight in self._weights]
+        hidden = self._hidden.detach().flatten(0, 1)[None]
+        losses = []
+        for start_at in range(0, labels.shape[1], CHUNK):
+            span = slice(start_at, start_at + CHUNK)
+            part = hidden[:, span].detach().requires_grad_()
+            logits = self._logits(part)
+            loss = model.loss_function(
+                logits,
+                labels[:, span],
+                logits.shape[-1],
+                shift_labels=labels[:, span],
+                num_items_in_batch=total,
+            )
+            losses.append(loss.detach())
+            found, *grads = torch.autograd.grad(loss, [part, *self._weights])
+            self._hidden_grad[span] = found[0]
+            for held, grad in zip(self._sums, grads, strict=True):
+                held += grad.float()
+        self._loss = torch.stack(losses).sum()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Compute what the families' own forwards do behind their decoders."""
+        logits: Tensor = self._model.get_output_embeddings()(hidden)
+        cap = getattr(self._model.config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits / getattr(self._model.config, "logits_scaling", 1.0)
+
+    def detach(self) -> Tensor:
+        """Return the loss."""
+        return self._loss
+
+    def backward(self) -> None:
+        """Give every parameter its gradient."""
+        for weight, held in zip(self._weights, self._sums, strict=True):
+            weight.grad = held.to(weight.dtype)
+        self._hidden.backward(self._hidden_grad.view_as(self._hidden))
+
+
+@every_pair(
+    family=["llama", "llama_tied", "gemma2", "phi", "granite"],
+    precision=["bf16", "fp32"],
+    num_micro_batches=[1, 3],
+    lockstep=[1, 3],
+    outer_streams=[False, True],
+    activations=["keep", "recompute"],
+)
+def test_the_bits_of_a_resident_model_that_runs_in_chunks(
+    family: str,
+    precision: str,
+    num_micro_batches: int,
+    lockstep: int,
+    outer_streams: bool,
+    activations: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Soft caps, scales, biases and tied weights are the model's own; nothing runs a second time."""
+    monkeypatch.setattr("tests.reference.loss_in_step", InChunks)
+    is_tied = FAMILIES[family]().tie_word_embeddings
+    _, reference, engine, optimizer = start(
+        family,
+        precision=precision,
+        num_micro_batches=num_micro_batches,
+        lockstep=lockstep,
+        outer_streams=outer_streams and not is_tied,
+        activations=activations,
+        head_chunk_tokens=CHUNK,
+    )
+    monkeypatch.setattr(
+        "tests.reference.count_targets", lambda batch: int((batch["labels"] != -100).sum() - 2)
+    )
+    assert_same_steps(engine, optimizer, reference, num_micro_batches=num_micro_batches)
+    assert engine.counts.chunked_tokens == 2 * num_micro_batches * 32
+    assert engine.counts.rerun_tokens == 0
+    assert not engine.executor._surprised
+
+
+def test_a_sum_of_the_head_in_bf16_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of the test above adds chunks up in fp32."""
+
+    def added(held: Tensor | None, grad: Tensor | None) -> Tensor | None:
+        return grad if held is None or grad is None else (held + grad)
+
+    monkeypatch.setattr("tests.reference.loss_in_step", InChunks)
+    monkeypatch.setattr("megatrain.model.head_chunks._added", added)
+    _, reference, engine, optimizer = start("llama", precision="bf16", head_chunk_tokens=CHUNK)
+    with pytest.raises(AssertionError, match="lm_head"):
+        assert_same_steps(engine, optimizer, reference, num_micro_batches=1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_where_gradients_are_made_changes_no_bit(precision: str, factor: float) -> None:
+    """With the loss in a call of a step, and after it where somebody else runs the backward."""
+    batch = make_batches(1)[0]
+    found = []
+    for is_step in (True, False):
+        model = make_model(FAMILIES["gemma2"]())
+        engine = attach_plainly(model, precision=precision, head_chunk_tokens=CHUNK)
+
+        def loss(model: PreTrainedModel = model) -> Tensor:
+            value: Tensor = model(**batch).loss * factor
+            return value
+
+        with FlopCounterMode(display=False) as counter:
+            if is_step:
+                engine.run_losses([loss], only_loss=True)
+            else:
+                loss().backward()
+        assert engine.counts.rerun_tokens == (0 if is_step else 32)
+        found.append((counter.get_total_flops(), dict(engine.named_gradients())))
+    (eager, one), (late, other) = found
+    assert late - eager == 2 * 32 * model.lm_head.weight.numel()
+    for name, gradient in one.items():
+        assert_same_bits(gradient, other[name], name)
+
+
+def test_a_loss_of_more_than_the_last_hidden_states_is_computed_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a model that adds to its loss what its decoder returns beside them."""
+    model = make_model(FAMILIES["llama"]())
+    with_others(model)
+    reference = Resident(model, **HYPER)
+    with_others(reference.model)
+    engine = attach_plainly(model, head_chunk_tokens=8)
+    batches = make_batches(1)
+    expected = reference.forward_backward(batches)
+    assert_same_bits(engine.forward_backward(batches), expected, "loss")
+    assert_same_gradients(engine, reference.sums)
+    (said,) = [record.message for record in caplog.records if "whole" in record.message]
+    assert (
+        said
+        == "OfMore computes its loss whole: it depends on more than the last hidden states of its decoder"
+    )
+
+
+def with_others(model: PreTrainedModel) -> None:
+    """Let a model add to its loss the mean of the layers' results, which its decoder returns too."""
+    own = type(model)
+
+    class OfMore(own):  # type: ignore[misc, valid-type]
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **named: Any) -> Any:
+            decoded = self.model(input_ids, output_hidden_states=True)
+            logits = self.lm_head(decoded.last_hidden_state)
+            loss = self.loss_function(logits, labels, logits.shape[-1], **named)
+            added = decoded.hidden_states[1].float().mean() * 0.0 + decoded.hidden_states[1].float().mean()
+            return type("Output", (dict,), {"loss": loss + (added - added.detach())})(loss=loss)
+
+    model.__class__ = OfMore
 
 
 def test_a_head_that_is_called_decoder_is_not_taken_for_the_model_s() -> None:
@@ -63,7 +232,7 @@ def test_an_exception_in_a_hook_of_the_head_comes_out_and_the_head_stays_in_chun
     handle.remove()
     assert rows == [8, 8]
     engine.forward_backward(batches)
-    assert engine.counts.chunked_tokens == 2 * batches[0]["labels"].numel()
+    assert engine.counts.chunked_tokens == batches[0]["labels"].numel()
 
 
 def test_a_head_in_chunks_whose_weight_is_read_streams_too() -> None:

@@ -1,0 +1,198 @@
+"""The loss of a head in chunks of tokens, as one node of autograd with gradients of its own making.
+
+Each chunk runs the model's own code once more on leaves: a part of the hidden states, and weights that share
+memory with the head's. Its gradients are asked for at once, the logits are dropped, and the gradients of
+weights add up over the chunks in fp32; they leave the node rounded to the weight's dtype, once per
+micro-batch, as those of a head that runs whole do.
+
+Where the backward of a micro-batch follows its forward, and the loss is one number, the gradients are made
+in the forward: three products of the size of the logits, where running a chunk again takes four. What comes
+back to the node is the factor by which the loss counts, and multiplies them then. Elsewhere chunks run again
+in the backward, where the factor is known: of several sums there is one for each, and what waits for a late
+backward would take the weights' size in fp32 for every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class HeadWeights(Protocol):
+    """The weights with which head and loss of one micro-batch compute."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the micro-batch's backward of the head comes before anybody else's forward of it."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The weights that want a gradient; autograd goes on from them."""
+
+    def begin_backward(self) -> None:
+        """Take note that autograd has come to the head."""
+
+    def leaves(self) -> AbstractContextManager[Sequence[Tensor]]:
+        """Let the model find leaves in place of its weights, and return those of `tensors`, in order.
+
+        In a backward, what torch keeps for a thread is as it was when the head ran forwards.
+        """
+
+
+LossOf: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor] | None], Tensor]
+"""The loss of hidden states (1, T, H) with targets (1, T), and with other tensors in the first chunk only."""
+
+
+class Chunks:
+    """The hidden states of one micro-batch, which pass the head in chunks."""
+
+    def __init__(
+        self,
+        loss_of: LossOf,
+        weights: HeadWeights,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        others: Sequence[Tensor] | None = None,
+        chunk_tokens: int,
+    ) -> None:
+        """Prepare to pass them.
+
+        Args:
+            loss_of: The loss of a chunk.
+            weights: The weights of the head.
+            hidden: (G, T, H), the hidden states in groups, each with a sum of its own.
+            targets: (G, T) int64, the labels.
+            others: The other tensors from which the loss leads on, which the first chunk is given; None:
+                there are none.
+            chunk_tokens: Tokens per chunk.
+        """
+        self._loss_of = loss_of
+        self.weights = weights
+        self._hidden = hidden.detach()
+        self._wants_hidden = hidden.requires_grad
+        self._targets = targets
+        self._others = None if others is None else [tensor.detach() for tensor in others]
+        self._chunk_tokens = chunk_tokens
+        self._inputs = (hidden, *(others or ()), *weights.tensors)
+        self.is_one = targets.shape[0] == 1
+        """There is one sum."""
+        self.runs_again = False
+        """Chunks run again in the backward."""
+
+    def losses(self) -> Tensor:
+        """Return the (G,) sums of the groups, each over its chunks."""
+        inputs, self._inputs = self._inputs, ()  # the graph holds them from now on
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
+            return self._values()
+        # of several sums each has its factor, and other tensors wait for the end of the round
+        self.runs_again = not (self.weights.is_followed and self._others is None and self.is_one)
+        losses: Tensor = _Chunks.apply(self, *inputs)
+        return losses
+
+    def _spans(self) -> Iterator[tuple[int, slice]]:
+        for group in range(self._targets.shape[0]):
+            for start in range(0, self._targets.shape[1], self._chunk_tokens):
+                yield group, slice(start, start + self._chunk_tokens)
+
+    def _run(self, group: int, span: slice) -> tuple[list[Tensor], Tensor]:
+        """Run one chunk; return its leaves beside the weights, and its loss.
+
+        The model is given views of them: hooks that watch modules take no leaves in `torch.autograd.grad`.
+        """
+        at = slice(group, group + 1)
+        part = self._hidden[at, span].detach().requires_grad_(self._wants_hidden)
+        others = self._others if group == span.start == 0 else None
+        if others is not None:
+            others = [tensor.detach().requires_grad_() for tensor in others]
+        given = None if others is None else [tensor.view_as(tensor) for tensor in others]
+        loss = self._loss_of(part.view_as(part), self._targets[at, span], given)
+        return [part, *(others or ())], loss
+
+    def _values(self) -> Tensor:
+        losses: list[list[Tensor]] = [[] for _ in range(self._targets.shape[0])]
+        # with a graph where one follows: torch.matmul takes its kernel by whether a tensor wants a gradient
+        with torch.set_grad_enabled(self.runs_again), self.weights.leaves():
+            for group, span in self._spans():
+                losses[group].append(self._run(group, span)[1].detach())
+        return torch.stack([torch.stack(each).sum() for each in losses])
+
+    def values(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the sums, and, if they are made in the forward, the gradients of all inputs of the node."""
+        return (self._values(), []) if self.runs_again else self.gradients(None)
+
+    def gradients(self, factors: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the (G,) sums and the gradients of hidden states, other tensors and weights.
+
+        Args:
+            factors: (G,), the gradients of the sums; None: all are 1.
+
+        Returns:
+            The sums; and the gradients, those of weights in fp32, where there are any.
+        """
+        hidden = torch.empty_like(self._hidden) if self._wants_hidden else None
+        others: list[Tensor | None] = [None] * len(self._others or ())
+        losses: list[list[Tensor]] = [[] for _ in range(self._targets.shape[0])]
+        with self.weights.leaves() as weights:
+            sums: list[Tensor | None] = [None] * len(weights)
+            for group, span in self._spans():
+                with torch.enable_grad():
+                    given, loss = self._run(group, span)
+                losses[group].append(loss.detach())
+                wants = [tensor for tensor in (*given, *weights) if tensor.requires_grad]
+                factor = None if factors is None else factors[group]
+                found: Iterator[Tensor | None] = iter([None] * len(wants))
+                if loss.requires_grad:
+                    found = iter(torch.autograd.grad(loss, wants, factor, allow_unused=True))
+                del loss
+                if hidden is not None:
+                    grad = next(found)
+                    hidden[group : group + 1, span] = 0 if grad is None else grad
+                for number in range(len(given) - 1):
+                    others[number] = next(found)
+                for number, grad in enumerate(found):
+                    sums[number] = _added(sums[number], grad)
+        return torch.stack([torch.stack(each).sum() for each in losses]), [hidden, *others, *sums]
+
+
+class _Chunks(torch.autograd.Function):
+    """The node: hidden states, other tensors and weights in, the sums of groups out."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, *inputs: Tensor) -> Tensor:
+        ctx.chunks, ctx.dtypes = chunks, [tensor.dtype for tensor in inputs]
+        ctx.set_materialize_grads(False)
+        losses, ctx.found = chunks.values()
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factors: Tensor | None) -> tuple[Tensor | None, ...]:
+        if factors is None:
+            return (None,) * (1 + len(ctx.dtypes))
+        chunks: Chunks = ctx.chunks
+        chunks.weights.begin_backward()
+        found, ctx.found = ctx.found, []
+        if chunks.is_one:  # the factor comes last wherever gradients are made: it changes no bit
+            found = found or chunks.gradients(None)[1]
+            for held in found:
+                if held is not None:
+                    held.mul_(factors[0])
+        else:
+            found = chunks.gradients(factors)[1]
+        for number, (held, dtype) in enumerate(zip(found, ctx.dtypes, strict=True)):
+            found[number] = None if held is None else held.to(dtype)
+            del held  # before the next one is rounded
+        return (None, *found)
+
+
+def _added(held: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Add a chunk's gradient of a weight to those before, in fp32."""
+    if grad is None:
+        return held
+    return grad.to(torch.float32, copy=True) if held is None else held.add_(grad)
