@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+IGNORED = -100
+"""The label of a token that is not trained on, as in torch and transformers."""
+
+
 @dataclass(slots=True)
 class Share:
     """A micro-batch's part of the tokens over which a step's loss is averaged."""

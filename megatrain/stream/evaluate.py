@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.model.head import IGNORED, count_targets
-from megatrain.model.shares import RowSums, Share
+from megatrain.model.head.head import count_targets
+from megatrain.model.shares import IGNORED, RowSums, Share
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine

@@ -21,7 +21,7 @@ import torch
 
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.layout.blocks import BlockLayout
-from megatrain.model.head import chunk_tokens_of
+from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost
 from megatrain.model.profile.counter import Counter
 from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_flops, counts_all_experts

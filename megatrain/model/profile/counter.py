@@ -27,7 +27,8 @@ from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import implementation_of
 from megatrain.model.documents.begins import is_ours, tells_windows
-from megatrain.model.head import chunk_tokens_of
+from megatrain.model.head.form import form_of
+from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
@@ -110,6 +111,7 @@ class Counter:
         self.model_type, self.precision = str(model.config.model_type), precision
         self.has_router_loss = adds_router_loss(self.model.config)
         self.warnings = _leave_out_router_loss(self.model)
+        form_of(self.model.config)  # while tensors are real
         self.shape = micro_batch_size, seq_len
         self.rows = Rows(micro_batch_size)
         self.is_packed = False
@@ -221,7 +223,7 @@ class Counter:
         kernels = nullcontext() if device_type == "cpu" else accelerator_attention()
         try:
             with kernels, _no_collection(), long_masks_refused(self.model):
-                return self._run(head_chunk_tokens, policies)
+                return self._run(head_chunk_tokens, policies, device_type)
         except LongAttentionError as error:
             cause = "its attention makes them on this device"
             raise refused(self.model, error.queries, error.keys, cause, *without_mask(self.model)) from error
@@ -235,7 +237,7 @@ class Counter:
         """Return the blocks of a layer."""
         return self.groups[[id(layer) for layer in self.layers].index(id(module))]
 
-    def _run(self, head_chunk_tokens: int | None, policies: Sequence[str]) -> WholePass:
+    def _run(self, head_chunk_tokens: int | None, policies: Sequence[str], device_type: str) -> WholePass:
         # transformers would take another way for fake tensors than for real ones: whole masks
         as_real = mock.patch.object(import_utils, "is_fake_tensor", return_value=False)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_real, torch.enable_grad():
@@ -261,6 +263,7 @@ class Counter:
                     head_chunk_tokens,
                     trace,
                     is_followed=not (self.has_router_loss or self.sums_rows),
+                    is_fused=device_type != "cpu",
                 )
                 rows, seq_len = self.shape
                 with self.rows_shared(meter.swapped):

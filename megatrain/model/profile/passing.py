@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.config.policies import KEEP
 from megatrain.model.documents.begins import Packed, documents, documents_known, is_ours, told_of_equal
-from megatrain.model.head import Head
+from megatrain.model.head.head import Head
+from megatrain.model.head.linear import LinearHead
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace
@@ -113,6 +114,50 @@ class _ChunkWeights:
         end()
 
 
+class _MeteredHead(LinearHead):
+    """A linear head that takes note of what its forwards cost, and what its kernel would spare."""
+
+    def __init__(self, head: LinearHead, meter: Meter) -> None:
+        super().__init__(head.linear, head.form)
+        self._meter = meter
+        self._since = self._forwards = self._spared = Cost()
+
+    def take(self) -> tuple[Cost, Cost]:
+        """Return both since the last call."""
+        found = self._forwards, self._spared
+        self._forwards = self._spared = Cost()
+        return found
+
+    def loss(self, *args: Any) -> Tensor:
+        """Compute the loss of a chunk, all of which is a forward."""
+        self._since = self._meter.cost
+        return super().loss(*args)
+
+    def gradients(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """Compute loss and gradients of a chunk, a forward until the logits are gradients."""
+        self._since = self._meter.cost
+        return super().gradients(*args)
+
+    def enter_gradients(self, logits: Tensor, targets: Tensor, factor: Tensor) -> Tensor:
+        """Write the gradients; the kernel reads each logit twice, and writes each gradient."""
+        meter = self._meter
+        before = meter.cost
+        losses = super().enter_gradients(logits, targets, factor)
+        kernel = Cost(moved_bytes=3.0 * meter.rows.of(logits.nbytes), num_operations=1)
+        self._spared += (meter.cost - before) - kernel
+        self._forwards += meter.cost - self._since
+        return losses
+
+
+def _joined(cost: Cost, spared: Cost) -> Cost:
+    """Return the cost of head and loss, of which the kernel alone joins operations."""
+    return replace(
+        cost,
+        fused_bytes=cost.moved_bytes - spared.moved_bytes,
+        num_kernels=cost.num_operations - spared.num_operations,
+    )
+
+
 class WholePassTracer:
     """Runs the model's own forward and backward once."""
 
@@ -126,6 +171,7 @@ class WholePassTracer:
         trace: Callable[[LayerCall], Traces],
         *,
         is_followed: bool,
+        is_fused: bool,
     ) -> None:
         """Prepare a pass.
 
@@ -137,7 +183,8 @@ class WholePassTracer:
             head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
             trace: The function that is called once for every kind of layer, in the middle of the forward.
             is_followed: A claim that the backward of the head follows its forward: see
-                `megatrain.model.head_chunks`.
+                `megatrain.model.head.chunks`.
+            is_fused: A claim that chunks go through `LinearHead` where they can.
         """
         self._model = model
         self._layers = layers
@@ -150,11 +197,12 @@ class WholePassTracer:
         self._embedded_bytes: Any = 0
         self._streamed: dict[int, list[Tensor]] = {}
         """The weights of each block that want a gradient."""
-        self._is_followed = is_followed
+        self._is_followed, self._is_fused = is_followed, is_fused
+        self._linear: _MeteredHead | None = None
         self._chunks, self._chunk_forwards = Cost(), Cost()
         """What all chunks have cost so far, and their forwards alone."""
         self._head_start = Cost()
-        self._head_back = Cost(), Cost(), Cost()
+        self._head_back = Cost(), Cost(), Cost(), Cost()
         self._head_base: Any = 0
         self.result = WholePass()
 
@@ -169,7 +217,9 @@ class WholePassTracer:
     ) -> WholePass:
         """Pass a micro-batch of full rows, of one document each or packed; `shares`: of parts of rows."""
         meter, result = self._meter, self.result
-        head = Head(self._model, self._chunk_tokens, self._chunk_weights)
+        head = Head(self._model, self._chunk_tokens, self._chunk_weights, is_fused=self._is_fused)
+        if head.linear is not None:
+            head.linear = self._linear = _MeteredHead(head.linear, meter)
         head._adds_up = True
         num_tokens = micro_batch_size * seq_len
         num_labels = min(num_tokens, CHUNKS * head.chunk_tokens)
@@ -197,8 +247,10 @@ class WholePassTracer:
             loss = share.scaled(output.loss)
         result.head_forward_peak_bytes = meter.peak_bytes - self._head_base
         share_of_chunks = meter.rows.of(num_tokens) / num_labels
-        whole, chunks, forwards = self._take_head_cost()
-        result.head_forward = whole - chunks + forwards.scaled(share_of_chunks)
+        whole, chunks, forwards, spared = self._take_head_cost()
+        result.head_forward = _joined(
+            whole - chunks + forwards.scaled(share_of_chunks), spared.scaled(share_of_chunks)
+        )
         made = (chunks - forwards).scaled(share_of_chunks)
         head.remove()
         del output
@@ -211,8 +263,10 @@ class WholePassTracer:
         result.head_saved_bytes = meter.settle() - result.graph_bytes
         self._head_start = meter.cost
         loss.backward()
-        whole, chunks, _ = self._head_back
-        result.head_backward = made + (whole - chunks) + chunks.scaled(share_of_chunks)
+        whole, chunks, _, spared = self._head_back
+        result.head_backward = _joined(
+            made + (whole - chunks) + chunks.scaled(share_of_chunks), spared.scaled(share_of_chunks)
+        )
         held = result.graph_bytes + result.head_gradient_bytes
         result.embedding_peak_bytes = meter.peak_bytes - held
         result.head_dim, result.num_heads = meter.head_dim, meter.num_heads
@@ -245,9 +299,16 @@ class WholePassTracer:
         self._chunk_forwards += self._meter.cost - before
         return output
 
-    def _take_head_cost(self) -> tuple[Cost, Cost, Cost]:
-        """Return what the head has cost since its start: all, all chunks of it, and their forwards."""
-        found = self._meter.cost - self._head_start, self._chunks, self._chunk_forwards
+    def _take_head_cost(self) -> tuple[Cost, Cost, Cost, Cost]:
+        """Return what the head has cost since its start.
+
+        Returns:
+            The cost of all; of all chunks; of their forwards; and what of it a kernel would spare.
+        """
+        forwards, spared = self._chunk_forwards, Cost()
+        if self._linear is not None:
+            forwards, spared = self._linear.take()
+        found = self._meter.cost - self._head_start, self._chunks, forwards, spared
         self._chunks = self._chunk_forwards = Cost()
         return found
 

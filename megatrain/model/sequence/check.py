@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.model.documents.apart import why_not_by_position
-from megatrain.model.head import count_targets
+from megatrain.model.head.head import count_targets
 from megatrain.model.sequence.attention import check_heads, rows_shared
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.model.sequence.shards import Folded

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatrain.errors import ConfigError
-from megatrain.model.head import IGNORED
 from megatrain.model.sequence.shards import Shards
+from megatrain.model.shares import IGNORED
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORED, "attention_mask": 0}
 """The arguments that are cut, with the value that fills rows up to a multiple of the shards: nothing that is

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.documents.begins import documents, read_documents
-from megatrain.model.head import Head, count_targets
+from megatrain.model.head.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import RowSums, Share
@@ -92,7 +92,8 @@ class ModelForward:
         """A chunk of the head runs, and finds weights in place of the modules' own."""
         self._is_removed = False
         self._shared_state = SharedState(model)
-        self.head = Head(model, head_chunk_tokens, self._chunk_weights)
+        is_fused = self._device.type != "cpu"
+        self.head = Head(model, head_chunk_tokens, self._chunk_weights, is_fused=is_fused)
         self.turns = Turns(self, arrangement, model)
         self._overrides = Overrides(model)
 

@@ -184,7 +184,7 @@ class Pass:
 
 
 class ChunkWeights:
-    """The weights of outer blocks for one micro-batch's head in chunks (`megatrain.model.head_chunks`)."""
+    """The weights of outer blocks for one micro-batch's head in chunks (`megatrain.model.head.chunks`)."""
 
     def __init__(
         self,

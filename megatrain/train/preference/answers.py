@@ -13,7 +13,7 @@ from megatrain.config import Config
 from megatrain.config.runs import in_order
 from megatrain.data.pairs import SIDES
 from megatrain.distributed.alone import ALONE, Alone
-from megatrain.model.head import IGNORED
+from megatrain.model.shares import IGNORED
 from megatrain.objective.objective import Answers, Objective, Settings, Shown
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import ids_of, row_losses

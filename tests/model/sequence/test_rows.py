@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.model.head import count_targets
+from megatrain.model.head.head import count_targets
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.model.sequence.shards import Counted
 

@@ -116,7 +116,7 @@ def test_a_sum_of_the_head_in_bf16_is_caught(monkeypatch: pytest.MonkeyPatch) ->
         return grad if held is None or grad is None else (held + grad)
 
     monkeypatch.setattr("tests.reference.loss_in_step", InChunks)
-    monkeypatch.setattr("megatrain.model.head_chunks._added", added)
+    monkeypatch.setattr("megatrain.model.head.chunks._added", added)
     _, reference, engine, optimizer = start("llama", precision="bf16", head_chunk_tokens=CHUNK)
     with pytest.raises(AssertionError, match="lm_head"):
         assert_same_steps(engine, optimizer, reference, num_micro_batches=1)

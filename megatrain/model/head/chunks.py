@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatrain.model.head.linear import LinearHead
+
 
 class HeadWeights(Protocol):
     """The weights with which head and loss of one micro-batch compute."""
@@ -44,6 +46,9 @@ class HeadWeights(Protocol):
         """
 
 
+_PIECE_NUMEL = 1 << 24
+"""Elements of a gradient that are rounded at a time."""
+
 LossOf: TypeAlias = Callable[[Tensor, Tensor, Sequence[Tensor] | None], Tensor]
 """The loss of hidden states (1, T, H) with targets (1, T), and with other tensors in the first chunk only."""
 
@@ -60,6 +65,8 @@ class Chunks:
         *,
         others: Sequence[Tensor] | None = None,
         chunk_tokens: int,
+        linear: LinearHead | None = None,
+        total: int | Tensor = 1,
     ) -> None:
         """Prepare to pass them.
 
@@ -71,6 +78,8 @@ class Chunks:
             others: The other tensors from which the loss leads on, which the first chunk is given; None:
                 there are none.
             chunk_tokens: Tokens per chunk.
+            linear: What computes losses and gradients in place of `loss_of`; None: nothing does.
+            total: The number by which it divides sums over tokens.
         """
         self._loss_of = loss_of
         self.weights = weights
@@ -79,6 +88,7 @@ class Chunks:
         self._targets = targets
         self._others = None if others is None else [tensor.detach() for tensor in others]
         self._chunk_tokens = chunk_tokens
+        self._linear, self._total = linear, total
         self._inputs = (hidden, *(others or ()), *weights.tensors)
         self.is_one = targets.shape[0] == 1
         """There is one sum."""
@@ -100,6 +110,9 @@ class Chunks:
             for start in range(0, self._targets.shape[1], self._chunk_tokens):
                 yield group, slice(start, start + self._chunk_tokens)
 
+    def _rows(self, group: int, span: slice) -> tuple[Tensor, Tensor]:
+        return self._hidden[group, span], self._targets[group, span]
+
     def _run(self, group: int, span: slice) -> tuple[list[Tensor], Tensor]:
         """Run one chunk; return its leaves beside the weights, and its loss.
 
@@ -117,9 +130,14 @@ class Chunks:
     def _values(self) -> Tensor:
         losses: list[list[Tensor]] = [[] for _ in range(self._targets.shape[0])]
         # with a graph where one follows: torch.matmul takes its kernel by whether a tensor wants a gradient
-        with torch.set_grad_enabled(self.runs_again), self.weights.leaves():
+        has_graph = self.runs_again and self._linear is None
+        with torch.set_grad_enabled(has_graph), self.weights.leaves():
             for group, span in self._spans():
-                losses[group].append(self._run(group, span)[1].detach())
+                if self._linear is None:
+                    loss = self._run(group, span)[1].detach()
+                else:
+                    loss = self._linear.loss(*self._rows(group, span), self._total)
+                losses[group].append(loss)
         return torch.stack([torch.stack(each).sum() for each in losses])
 
     def values(self) -> tuple[Tensor, list[Tensor | None]]:
@@ -141,6 +159,18 @@ class Chunks:
         with self.weights.leaves() as weights:
             sums: list[Tensor | None] = [None] * len(weights)
             for group, span in self._spans():
+                if self._linear is not None:
+                    loss, of_hidden = self._linear.gradients(
+                        *self._rows(group, span),
+                        self._total,
+                        None if factors is None else factors[group],
+                        weights,
+                        sums,
+                    )
+                    losses[group].append(loss)
+                    if hidden is not None:
+                        hidden[group, span] = of_hidden
+                    continue
                 with torch.enable_grad():
                     given, loss = self._run(group, span)
                 losses[group].append(loss.detach())
@@ -178,17 +208,13 @@ class _Chunks(torch.autograd.Function):
         chunks: Chunks = ctx.chunks
         chunks.weights.begin_backward()
         found, ctx.found = ctx.found, []
-        if chunks.is_one:  # the factor comes last wherever gradients are made: it changes no bit
+        factor = None
+        if chunks.is_one:  # it comes last wherever gradients are made: that changes no bit
             found = found or chunks.gradients(None)[1]
-            for held in found:
-                if held is not None:
-                    held.mul_(factors[0])
+            factor = factors[0]
         else:
             found = chunks.gradients(factors)[1]
-        for number, (held, dtype) in enumerate(zip(found, ctx.dtypes, strict=True)):
-            found[number] = None if held is None else held.to(dtype)
-            del held  # before the next one is rounded
-        return (None, *found)
+        return (None, *(_scaled(*each, factor) for each in zip(found, ctx.dtypes, strict=True)))
 
 
 def _added(held: Tensor | None, grad: Tensor | None) -> Tensor | None:
@@ -196,3 +222,19 @@ def _added(held: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if grad is None:
         return held
     return grad.to(torch.float32, copy=True) if held is None else held.add_(grad)
+
+
+def _scaled(held: Tensor | None, dtype: torch.dtype, factor: Tensor | None) -> Tensor | None:
+    """Multiply a gradient by a factor, and round it into the memory in which it is."""
+    if held is None:
+        return None
+    if held.dtype == dtype:
+        return held if factor is None else held.mul_(factor)
+    assert held.dtype == torch.float32
+    flat = held.flatten()
+    rounded = flat.view(dtype)[: len(flat)]
+    for start in range(0, len(flat), _PIECE_NUMEL):  # what a piece overwrites was read before
+        span = slice(start, start + _PIECE_NUMEL)
+        piece = flat[span] if factor is None else flat[span] * factor
+        rounded[span] = piece.to(dtype)
+    return rounded.view(held.shape)

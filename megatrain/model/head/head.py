@@ -26,15 +26,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megatrain.errors import DataError
-from megatrain.model.head_chunks import Chunks, HeadWeights
-from megatrain.model.shares import RowSums, Share, adds_router_loss
+from megatrain.model.head.chunks import Chunks, HeadWeights
+from megatrain.model.head.form import Form, form_of, linear_of
+from megatrain.model.head.linear import LinearHead
+from megatrain.model.shares import IGNORED, RowSums, Share, adds_router_loss
 
 _log = logging.getLogger(__name__)
 
-IGNORED = -100
-"""The label of a token that is not trained on, as in torch and transformers."""
-
-LOGITS_BYTES = 1 << 29
+LOGITS_BYTES = 1 << 30
 """The automatic chunk holds at most this much of fp32 logits."""
 
 _TILE_TOKENS = 256
@@ -42,6 +41,7 @@ _TILE_TOKENS = 256
 
 _PROBE_TOKENS = 32
 _PROBE_TOLERANCE = 1e-4
+_ROUNDED_TOLERANCE = 2e-2
 
 
 def count_targets(batch: Mapping[str, Any]) -> int:
@@ -90,6 +90,8 @@ class Head:
         model: PreTrainedModel,
         chunk_tokens: int | None,
         weights_of: Callable[[], HeadWeights],
+        *,
+        is_fused: bool,
     ) -> None:
         """Put a wrapper around the model's loss function.
 
@@ -97,6 +99,8 @@ class Head:
             model: The CausalLM.
             chunk_tokens: Tokens per chunk; None: `chunk_tokens_of`.
             weights_of: The function that returns the weights of the head for the running micro-batch.
+            is_fused: Whether chunks of a head that is one linear layer go through `LinearHead` instead of the
+                model's own code.
         """
         self._model = model
         self._weights_of = weights_of
@@ -106,6 +110,12 @@ class Head:
         self._owner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._original: Callable[..., Tensor] = self._owner.loss_function
         self._was_set = "_loss_function" in self._owner.__dict__
+        self.linear: LinearHead | None = None
+        """What computes chunks; None: the model's own code does."""
+        if is_fused:
+            linear, form = linear_of(self._owner), form_of(model.config)
+            if linear is not None and form is not None:
+                self.linear = LinearHead(linear, form)
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
         self.share: Share | RowSums | None = None
         """The running micro-batch's; put away and back where micro-batches run in turns."""
@@ -262,7 +272,7 @@ class Head:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
         others = _Others(output) if self._adds_router_loss(named) else None
         loss_of = partial(self._part, inner, named, output, total, share=self.share, others=others)
-        (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, others)
+        (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, total, others)
         if self.share is not None:
             self.share.was_used = True
         return ModelOutput(loss=loss)
@@ -272,9 +282,11 @@ class Head:
         loss_of: Callable[..., Tensor],
         hidden: Tensor,
         targets: Tensor,
+        total: int | Tensor = 1,
         others: _Others | None = None,
     ) -> Tensor:
         """Add up the loss of each row, in chunks of tokens; auxiliary losses belong to the first one."""
+        is_watched = self.linear is None or self.linear.is_watched
         chunks = Chunks(
             loss_of,
             self._weights_of(),
@@ -282,6 +294,8 @@ class Head:
             targets,
             others=None if others is None else others.tensors,
             chunk_tokens=self.chunk_tokens,
+            linear=None if is_watched or others is not None else self.linear,
+            total=total,
         )
         losses = chunks.losses()
         self.chunked_tokens += targets.numel()
@@ -361,6 +375,7 @@ class Head:
                 whole_named["output_router_logits"] = False
             part = dataclasses.replace(output, last_hidden_state=hidden)
             loss_of = partial(self._part, inner, named, output, count)
+            linear = self.linear
             half = hidden.shape[1] // 2
             with mock.patch.object(self, "share", None), _without_hooks(self._owner):
                 with self._standing_in(lambda *_, **__: part):
@@ -375,10 +390,21 @@ class Head:
                 loss_of = partial(self._part, inner, named, beside, count, hidden, targets)
                 if not adds_router and _leads_to(leaves, loss_of):
                     raise ValueError("it depends on more than the last hidden states of its decoder")
+                if linear is not None:
+                    with self._weights_of().leaves():
+                        fused = float(linear.loss(hidden[0], targets[0], count))
         except Exception as error:  # any model's forward may refuse what it has not foreseen
             _log.warning("%s computes its loss whole: %s", name, error)
             return False
-        if abs(whole - halves) <= _PROBE_TOLERANCE * max(1.0, abs(whole)):
+        if linear is not None and not _is_close(fused, whole, _tolerance(hidden, linear.form)):
+            _log.warning(
+                "%s computes its loss by its own code: that of a linear head is %g instead of %g",
+                name,
+                fused,
+                whole,
+            )
+            self.linear = None
+        if _is_close(halves, whole, _PROBE_TOLERANCE):
             return True
         _log.warning("%s computes its loss whole: in chunks it is %g instead of %g", name, halves, whole)
         return False
@@ -390,6 +416,16 @@ class Head:
             self.share.was_used = True
             return self.share.parted(self._original(*args, **kwargs))
         return self._original(*args, **kwargs)
+
+
+def _tolerance(hidden: Tensor, form: Form) -> float:
+    """Return how far a loss may be from the model's own, which rounds logits that it scales or caps."""
+    is_rounded = form != Form() and hidden.dtype != torch.float32
+    return _ROUNDED_TOLERANCE if is_rounded else _PROBE_TOLERANCE
+
+
+def _is_close(found: float, expected: float, tolerance: float) -> bool:
+    return abs(found - expected) <= tolerance * max(1.0, abs(expected))
 
 
 class _Others:
