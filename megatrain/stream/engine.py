@@ -194,7 +194,7 @@ class Engine:
 
         calls = [partial(loss_of, batch, count) for batch, count in zip(batches, counts, strict=True)]
         with nullcontext() if rows is None else rows.active():
-            losses = self._steps.run(calls, seeds, own)
+            losses = self._steps.run(calls, seeds, own, has_plain_loss=True)
         found = [list(each) for each in ranks.gather(torch.stack(losses))]
         parts = self.parts(len(losses) * len(found) // sequence)
         return reduce(torch.add, in_order(parts, found, sequence))

@@ -67,6 +67,7 @@ class Steps:
         num_targets: int | None = None,
         *,
         only_loss: bool = False,
+        has_plain_loss: bool = False,
         before: Sequence[PassBefore] = (),
     ) -> list[Tensor]:
         """Run a step: for each round the passes before its losses, the losses, and their backward.
@@ -77,6 +78,7 @@ class Steps:
             num_targets: The number of tokens that the step trains on; None: counted as they pass.
             only_loss: A claim that the calls use nothing but the loss that the model returns: its head may
                 run in chunks.
+            has_plain_loss: A claim that each call returns the loss of one pass as the model has computed it.
             before: The passes that come before the losses of each round.
 
         Returns:
@@ -113,7 +115,14 @@ class Steps:
                     with each.around():
                         self._pass_together([(each.calls[n], seed_of(n, order + 1)) for n in numbers])
                 calls = [
-                    partial(self._loss, place, number, losses[number], seed_of(number))
+                    partial(
+                        self._loss,
+                        place,
+                        number,
+                        losses[number],
+                        seed_of(number),
+                        has_plain_loss=has_plain_loss,
+                    )
                     for place, number in enumerate(numbers)
                 ]
                 parts = turns.run(calls, heads_in_turn=in_turn) if len(calls) > 1 else [calls[0]()]
@@ -155,7 +164,13 @@ class Steps:
                 )
 
     def _loss(
-        self, place: int, number: int, call: Callable[[], Tensor], seed: int | None
+        self,
+        place: int,
+        number: int,
+        call: Callable[[], Tensor],
+        seed: int | None,
+        *,
+        has_plain_loss: bool,
     ) -> tuple[Tensor, Tensor]:
         """Run the loss of a micro-batch, and the backward of its head, if that can run by itself.
 
@@ -164,11 +179,14 @@ class Steps:
             number: The number of the micro-batch in the step.
             call: The function that returns the loss, which is not scaled here.
             seed: The seed of torch's generators; None: they go on.
+            has_plain_loss: A claim that it is the loss of one pass as the model has computed it.
 
         Returns:
             The loss, detached, and where the rest of its backward begins.
         """
-        with self._forward.turns.turn(place, seed, with_gradients=True) as turn:
+        with self._forward.turns.turn(
+            place, seed, with_gradients=True, has_plain_loss=has_plain_loss
+        ) as turn:
             loss = call()
             _check_loss(loss, number)
             return loss.detach(), self._forward.turns.go_back(turn, loss)

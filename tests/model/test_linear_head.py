@@ -136,7 +136,9 @@ def test_sums_go_on_in_fp32() -> None:
         one, other = alone[0][number], alone[1][number]
         assert one is not None
         assert other is not None
-        assert_same_bits(sums[number], one + other)
+        both = sums[number]
+        assert both is not None
+        assert_same_bits(both, one + other)
 
 
 @pytest.mark.parametrize("form", [Form(), Form(scale=0.5), Form(cap=3.0)])
@@ -153,8 +155,8 @@ def test_the_kernel_reads_each_logit_twice(form: Form, dtype: torch.dtype, monke
         with counted() as touched:
             found = linear._enter_by_kernel(logits, targets, factor, form)
     torch.testing.assert_close(found, losses, rtol=1e-6, atol=1e-6)
-    close = {"rtol": 2e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
-    torch.testing.assert_close(logits, expected, **close)
+    rtol, atol = (2e-5, 1e-7) if dtype == torch.float32 else (1e-2, 1e-6)
+    torch.testing.assert_close(logits, expected, rtol=rtol, atol=atol)
     row = 1000 * dtype.itemsize
     assert touched.stored == 3 * row + 3 * 4
     assert touched.loaded == 2 * 2 * row + 2 * dtype.itemsize + 3 * 8 + 2 * 4

@@ -2,8 +2,9 @@
 
 Each chunk runs the model's own code once more on leaves: a part of the hidden states, and weights that share
 memory with the head's. Its gradients are asked for at once, the logits are dropped, and the gradients of
-weights add up over the chunks in fp32; they leave the node rounded to the weight's dtype, once per
-micro-batch, as those of a head that runs whole do.
+weights add up over the chunks in fp32: in the sums of the step, where these are the head's alone and the loss
+counts as it is; else they leave the node rounded to the weight's dtype, once per micro-batch, as those of a
+head that runs whole do.
 
 Where the backward of a micro-batch follows its forward, and the loss is one number, the gradients are made
 in the forward: three products of the size of the logits, where running a chunk again takes four. What comes
@@ -38,6 +39,13 @@ class HeadWeights(Protocol):
 
     def begin_backward(self) -> None:
         """Take note that autograd has come to the head."""
+
+    def sums(self) -> AbstractContextManager[Sequence[Tensor | None]]:
+        """Let gradients of a loss that counts as it is be added to sums of the step, in the forward.
+
+        The context returns for each of `tensors` the fp32 sum, in which there is something already; None: its
+        gradient leaves the node. Leaves are asked for inside of it.
+        """
 
     def leaves(self) -> AbstractContextManager[Sequence[Tensor]]:
         """Let the model find leaves in place of its weights, and return those of `tensors`, in order.
@@ -142,13 +150,22 @@ class Chunks:
 
     def values(self) -> tuple[Tensor, list[Tensor | None]]:
         """Return the sums, and, if they are made in the forward, the gradients of all inputs of the node."""
-        return (self._values(), []) if self.runs_again else self.gradients(None)
+        if self.runs_again:
+            return self._values(), []
+        with self.weights.sums() as sums:
+            losses, found = self.gradients(None, sums)
+        own = len(found) - len(sums)
+        left = [grad if held is None else None for held, grad in zip(sums, found[own:], strict=True)]
+        return losses, found[:own] + left
 
-    def gradients(self, factors: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    def gradients(
+        self, factors: Tensor | None, begun: Sequence[Tensor | None] = ()
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the (G,) sums and the gradients of hidden states, other tensors and weights.
 
         Args:
             factors: (G,), the gradients of the sums; None: all are 1.
+            begun: What the gradients of weights are added to, by weight; empty: nothing.
 
         Returns:
             The sums; and the gradients, those of weights in fp32, where there are any.
@@ -157,7 +174,7 @@ class Chunks:
         others: list[Tensor | None] = [None] * len(self._others or ())
         losses: list[list[Tensor]] = [[] for _ in range(self._targets.shape[0])]
         with self.weights.leaves() as weights:
-            sums: list[Tensor | None] = [None] * len(weights)
+            sums = list(begun) or [None] * len(weights)
             for group, span in self._spans():
                 if self._linear is not None:
                     loss, of_hidden = self._linear.gradients(

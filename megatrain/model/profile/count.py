@@ -136,7 +136,7 @@ def count_model(
     try:
         skeleton = skeleton_of(model)
         counter = Counter(skeleton, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
-        counter.sequence, counter.compiles = sequence, compiles
+        counter.sequence, counter.compiles, counter.loss = sequence, compiles, "given"
         return _count(counter, head_chunk_tokens, device_type)
     except MegatrainError:
         raise

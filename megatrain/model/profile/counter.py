@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from unittest import mock
 
 import torch
@@ -45,6 +45,8 @@ from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
 from megatrain.model.weights.skeleton import build_skeleton
 
+LossKind: TypeAlias = Literal["plain", "given", "rows"]
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from typing_extensions import Required, TypedDict
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
         document_len: int | None
         sequence: int
         compiles: bool
-        sums_rows: bool
+        loss: LossKind
 
 
 _log = logging.getLogger(__name__)
@@ -119,8 +121,7 @@ class Counter:
         self.sequence = 1
         self.compiles = False
         """What compiled layers keep is counted too."""
-        self.sums_rows = False
-        """Each row has a sum of its own, so a head in chunks runs again in the backward."""
+        self.loss: LossKind = "plain"
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
         self.groups = group_layers(self.blocks)
@@ -149,7 +150,7 @@ class Counter:
         document_len: int | None = None,
         sequence: int = 1,
         compiles: bool = False,
-        sums_rows: bool = False,
+        loss: LossKind = "plain",
     ) -> Counter:
         """Build a model.
 
@@ -168,7 +169,8 @@ class Counter:
             sequence: The number of ranks that share out the tokens of every row; what one of them computes is
                 counted.
             compiles: Whether to count what compiled layers keep, too.
-            sums_rows: Whether the loss is made of one sum for each row, as that of preferences is.
+            loss: `plain`: the engine's own, of all tokens; `given`: one that somebody makes of the model's;
+                `rows`: one of a sum for each row, as that of preferences is.
 
         Raises:
             ModelError: The model cannot be built or streamed, or does not compute the same where rows are
@@ -190,7 +192,7 @@ class Counter:
         counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.model_type = config.model_type
         counter.is_packed, counter.document_len, counter.sequence = is_packed, document_len, sequence
-        counter.compiles, counter.sums_rows = compiles, sums_rows
+        counter.compiles, counter.loss = compiles, loss
         return counter
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
@@ -262,7 +264,8 @@ class Counter:
                     meter,
                     head_chunk_tokens,
                     trace,
-                    is_followed=not (self.has_router_loss or self.sums_rows),
+                    is_followed=not self.has_router_loss and self.loss != "rows",
+                    is_plain=self.loss == "plain",
                     is_fused=device_type != "cpu",
                 )
                 rows, seq_len = self.shape

@@ -90,16 +90,31 @@ class _ChunkWeights:
         outer: Sequence[FakeBlock],
         tensors: Sequence[Tensor],
         note: Callable[[], Callable[[], None]],
+        meter: Meter,
         *,
         is_followed: bool,
+        is_plain: bool,
     ) -> None:
         self._outer = outer
+        self._meter, self._is_plain = meter, is_plain
         self.tensors = tensors
         self._note = note
         self.is_followed = is_followed
 
     def begin_backward(self) -> None:
         """The weights are there all the time."""
+
+    @contextmanager
+    def sums(self) -> Iterator[Sequence[Tensor | None]]:
+        """Return sums that are a part of what the step holds anyway."""
+        found: list[Tensor | None] = []
+        for block in self._outer:
+            shapes = [weight.shape for weight in block.weights if weight.requires_grad]
+            with self._meter.pausing():
+                found += [
+                    torch.zeros(shape) if self._is_plain and block.is_head else None for shape in shapes
+                ]
+        yield found
 
     @contextmanager
     def leaves(self) -> Iterator[Sequence[Tensor]]:
@@ -171,6 +186,7 @@ class WholePassTracer:
         trace: Callable[[LayerCall], Traces],
         *,
         is_followed: bool,
+        is_plain: bool,
         is_fused: bool,
     ) -> None:
         """Prepare a pass.
@@ -184,6 +200,7 @@ class WholePassTracer:
             trace: The function that is called once for every kind of layer, in the middle of the forward.
             is_followed: A claim that the backward of the head follows its forward: see
                 `megatrain.model.head.chunks`.
+            is_plain: A claim that the loss counts as it is.
             is_fused: A claim that chunks go through `LinearHead` where they can.
         """
         self._model = model
@@ -197,7 +214,7 @@ class WholePassTracer:
         self._embedded_bytes: Any = 0
         self._streamed: dict[int, list[Tensor]] = {}
         """The weights of each block that want a gradient."""
-        self._is_followed, self._is_fused = is_followed, is_fused
+        self._is_followed, self._is_plain, self._is_fused = is_followed, is_plain, is_fused
         self._linear: _MeteredHead | None = None
         self._chunks, self._chunk_forwards = Cost(), Cost()
         """What all chunks have cost so far, and their forwards alone."""
@@ -281,7 +298,14 @@ class WholePassTracer:
 
     def _chunk_weights(self) -> _ChunkWeights:
         tensors = [tensor for block in self._outer for tensor in self._streamed[id(block)]]
-        return _ChunkWeights(self._outer, tensors, self._note_chunks, is_followed=self._is_followed)
+        return _ChunkWeights(
+            self._outer,
+            tensors,
+            self._note_chunks,
+            self._meter,
+            is_followed=self._is_followed,
+            is_plain=self._is_plain,
+        )
 
     def _note_chunks(self) -> Callable[[], None]:
         """Take note that chunks run; return what takes note of their end."""

@@ -68,7 +68,7 @@ class FakeBlock:
         """Make them; call this in a fake mode, outside of what is metered."""
         self.name = block.name
         self.entries = block.entries
-        self.is_behind = block.is_behind
+        self.is_behind, self.is_head = block.is_behind, block.is_head
         self._names = [entry.name for entry in layout.entries]
         self._is_trained = [entry.state_offset is not None for entry in layout.entries]
         self._weights = [torch.empty(entry.shape, dtype=entry.dtype) for entry in layout.entries]

@@ -8,6 +8,7 @@ parameter for which autograd gave None in every round has no gradient and gets n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -109,6 +110,33 @@ class Gradients:
             self._put(block, self.buffers.views(block, -1, is_sum=True, height=height), grads, adds=adds)
         self.homes[block] = Home.DEVICE
         self._is_home[block] = False
+
+    @contextmanager
+    def adding(self, block: int, micro_batch: int, operation: BlockPass | None) -> Iterator[list[Tensor]]:
+        """Let a micro-batch's gradients of a whole block be added to its sum by whoever makes them.
+
+        Args:
+            block: The block.
+            micro_batch: The number of the micro-batch within the round.
+            operation: The visit of the backward; None: the block is resident.
+
+        Yields:
+            The fp32 sums of the trained parameters, zeros where nothing was there.
+        """
+        buffer = -1 if operation is None else operation.gradient_buffer
+        writes = [gradients_buffer(block, buffer)]
+        with self._lanes.using(Lane.COMPUTE, writes=writes):
+            is_there = self.has(block) if buffer < 0 else self.is_filled[buffer]
+            adds, height = self._sum_of(block, buffer, micro_batch, is_there)
+            views = self.buffers.views(block, buffer, is_sum=True, height=height)
+            if not adds:
+                torch._foreach_zero_([*views.gradients, *views.padding])
+            yield views.gradients
+        self.present[block].update(self._names[block])
+        if buffer < 0:
+            self.homes[block], self._is_home[block] = Home.DEVICE, False
+        else:
+            self.is_filled[buffer] = True
 
     def _sum_of(self, block: int, buffer: int, micro_batch: int, adds: bool) -> tuple[bool, int]:
         """Return whether a gradient adds to what is there, and the height of its sum in the stack."""

@@ -141,6 +141,14 @@ class AttachedBlock:
                 )
         return wanted
 
+    @property
+    def is_plain_now(self) -> bool:
+        """Whether all that may be trained is at this moment, and nobody has hooked its gradients."""
+        wanted = [parameter.requires_grad for parameter in self.parameters]
+        return wanted == self._has_state and not any(
+            parameter._backward_hooks for parameter in self.parameters
+        )
+
     def line_up(
         self, grads: Sequence[Tensor | None], trained: Sequence[bool], call: int
     ) -> list[Tensor | None]:

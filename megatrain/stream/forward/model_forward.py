@@ -351,7 +351,10 @@ class ModelForward:
     def _chunk_weights(self) -> ChunkWeights:
         """Return the weights of the running pass's head, for chunks of it."""
         assert self._pass is not None
-        return self._pass.chunk_weights(is_followed=self.turns.is_head_followed, around=self._in_chunk)
+        turns = self.turns
+        return self._pass.chunk_weights(
+            is_followed=turns.is_head_followed, is_plain=turns.has_plain_loss, around=self._in_chunk
+        )
 
     @contextmanager
     def _in_chunk(self) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -116,6 +116,15 @@ class OuterVisit(BlockVisit):
             return
         self._begin_backward()
         executor.open(self, is_backward=True, is_again=is_again)
+
+    @contextmanager
+    def adding(self) -> Iterator[list[Tensor]]:
+        """Go on to the backward before the forward has ended; see `Gradients.adding`."""
+        if self._executor.open_visit is self and not self.operation.is_backward:
+            self._executor.close()
+        self.open_backward()
+        with self._executor.gradients.adding(self.block, self.micro_batch, self.operation) as sums:
+            yield sums
 
     def _collect(self, grads: Sequence[Tensor | None]) -> None:
         self.open_backward()

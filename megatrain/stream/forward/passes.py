@@ -153,7 +153,11 @@ class Pass:
         self._places, self._own, self._of_head = [], [], self.tensors
 
     def chunk_weights(
-        self, *, is_followed: bool, around: Callable[[], AbstractContextManager[object]]
+        self,
+        *,
+        is_followed: bool,
+        is_plain: bool,
+        around: Callable[[], AbstractContextManager[object]],
     ) -> ChunkWeights:
         """Return the weights for a head that runs in chunks; see `ChunkWeights`."""
         arrangement = self._arrangement
@@ -165,7 +169,9 @@ class Pass:
             arrangement,
             connected,
             {block.index: visit for block, visit in visits},
+            self.micro_batch,
             is_followed=is_followed,
+            is_plain=is_plain,
             around=around,
         )
 
@@ -191,8 +197,10 @@ class ChunkWeights:
         arrangement: Arrangement,
         connected: Sequence[tuple[AttachedBlock, Sequence[Tensor]]],
         visits: Mapping[int, OuterVisit],
+        micro_batch: int,
         *,
         is_followed: bool,
+        is_plain: bool,
         around: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Take the weights of a pass that has come to its head.
@@ -201,6 +209,8 @@ class ChunkWeights:
             arrangement: The parts that stream blocks.
             connected: The blocks, each with the tensors from which autograd goes on to its parameters.
             visits: The visits of those that stream, by block.
+            micro_batch: The number of the micro-batch within the round.
+            is_plain: A claim that the head's loss is that of the micro-batch, and counts as it is.
             is_followed: A claim that the backward of the head comes before anybody else's forward of it.
             around: The function that returns what to enter while chunks run.
         """
@@ -208,8 +218,13 @@ class ChunkWeights:
         self.tensors = [tensor for _, held in connected for tensor in held if tensor.requires_grad]
         # not the tensors: what the graph leads to, its node must not hold
         self._blocks = [(block, [tensor.requires_grad for tensor in held]) for block, held in connected]
+        self._takes_sums = {
+            block.index for block, _ in connected if is_plain and block.block.is_head and block.is_plain_now
+        }
+        """The blocks whose gradients nobody but the head makes, and nobody wants to see by themselves."""
         self._slots = arrangement.slots
-        self._visits = visits
+        self._rounds, self._gradients = arrangement.rounds, arrangement.gradients
+        self._visits, self._micro_batch = visits, micro_batch
         self._around = around
         device = arrangement.lanes.device
         self._random, self._autocast = RandomState(device), Autocast(device)
@@ -219,6 +234,26 @@ class ChunkWeights:
         """Take note that autograd has come to the chunks: blocks that stream are there for it."""
         for visit in self._visits.values():
             visit.open_backward()
+
+    @contextmanager
+    def sums(self) -> Iterator[Sequence[Tensor | None]]:
+        """Let gradients be added to sums of the step; see `HeadWeights.sums`."""
+        found: list[Tensor | None] = []
+        with ExitStack() as stack:
+            for block, trained in self._blocks:
+                if block.index not in self._takes_sums or True not in trained:
+                    found += [None] * trained.count(True)
+                    continue
+                visit = self._visits.get(block.index)
+                with self._rounds.in_head():
+                    self._rounds.begin_backward()
+                    adding = (
+                        self._gradients.adding(block.index, self._micro_batch, None)
+                        if visit is None
+                        else visit.adding()
+                    )
+                    found += stack.enter_context(adding)
+            yield found
 
     @contextmanager
     def leaves(self) -> Iterator[Sequence[Tensor]]:

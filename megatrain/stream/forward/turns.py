@@ -33,6 +33,8 @@ class Turn:
     """A pass has begun."""
     num_passes: int = 0
     """Of those with gradients."""
+    has_plain_loss: bool = False
+    """It returns the loss of its one pass as the model has computed it."""
     cuts: list[Cut] = field(default_factory=list)
     """Where the heads of these begin."""
 
@@ -82,7 +84,9 @@ class Turns:
         return found
 
     @contextmanager
-    def turn(self, place: int, seed: int | None, *, with_gradients: bool) -> Iterator[Turn]:
+    def turn(
+        self, place: int, seed: int | None, *, with_gradients: bool, has_plain_loss: bool = False
+    ) -> Iterator[Turn]:
         """Run a call of a step's round within this context.
 
         Args:
@@ -90,10 +94,11 @@ class Turns:
             seed: The seed of torch's generators; None: they go on.
             with_gradients: A claim that the call returns a loss; calls without gradients come before those of
                 a round.
+            has_plain_loss: A claim that it is the loss of one pass as the model has computed it.
         """
         if seed is not None:
             torch.manual_seed(seed)
-        self.current = turn = Turn(place, is_before=not with_gradients)
+        self.current = turn = Turn(place, is_before=not with_gradients, has_plain_loss=has_plain_loss)
         try:
             with torch.set_grad_enabled(with_gradients):
                 yield turn
@@ -116,7 +121,15 @@ class Turns:
     def is_head_followed(self) -> bool:
         """Whether the backward of the running call's head comes before another's forward of it."""
         in_turn = self._arrangement.executor.spec.heads_in_turn
-        return self.current is not None and in_turn and not self._head_backward.is_put_off
+        return self.has_plain_loss or (
+            self.current is not None and in_turn and not self._head_backward.is_put_off
+        )
+
+    @property
+    def has_plain_loss(self) -> bool:
+        """Whether the running call returns the loss of its pass as it is, and heads have their backward."""
+        in_turn = self._arrangement.executor.spec.heads_in_turn
+        return self.current is not None and self.current.has_plain_loss and in_turn
 
     def give_way_to_pass(self) -> None:
         """Let the others begin their next pass in the order of the first: they have come from the head."""

@@ -186,7 +186,7 @@ def shape_of(
         **({"is_packed": True} if is_packed else {}),
         **({"sequence": config.parallel.sequence} if config.parallel.sequence > 1 else {}),
         **({"compiles": True} if _compiles(config, device_type) else {}),
-        **({"sums_rows": True} if config.objective.rows.is_judged else {}),
+        **({"loss": "rows"} if config.objective.rows.is_judged else {}),
         **changes,
     }
 

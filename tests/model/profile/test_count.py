@@ -18,6 +18,7 @@ from megatrain.config.attention import VARLEN
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy, count_model
+from megatrain.model.profile.counter import LossKind
 from megatrain.model.weights.skeleton import build_skeleton, num_parameters
 from tests.families import FAMILIES
 from tests.reference import make_model
@@ -168,25 +169,27 @@ def test_a_long_row_takes_no_square_of_its_length() -> None:
 
 
 def test_a_head_in_chunks_makes_three_products_or_four() -> None:
-    """Where each row has a sum, chunks run again; else gradients are made with the loss, and held in fp32."""
+    """Where each row has a sum, chunks run again. A loss that somebody scales holds gradients in fp32."""
     vocab, tokens = 4096, 12 * 256
-    again, eager, whole = (
+    kinds: list[tuple[int, LossKind]] = [(256, "rows"), (256, "given"), (256, "plain"), (tokens, "plain")]
+    again, eager, plain, whole = (
         count_anatomy(
             small_llama(vocab_size=vocab),
             micro_batch_size=3,
             seq_len=tokens // 3,
             precision="bf16",
             head_chunk_tokens=chunk,
-            sums_rows=sums_rows,
+            loss=loss,
         )
-        for chunk, sums_rows in ((256, True), (256, False), (tokens, False))
+        for chunk, loss in kinds
     )
     product = 2 * tokens * vocab * 64
-    for anatomy, products in ((again, 3), (eager, 2), (whole, 2)):
+    for anatomy, products in ((again, 3), (eager, 2), (plain, 2), (whole, 2)):
         assert anatomy.head_forward.matmul_flops == product
         assert anatomy.head_backward.matmul_flops == products * product
-    assert eager.head_saved_bytes - again.head_saved_bytes == 4 * vocab * 64 + 2 * tokens * 64
-    assert eager.head_backward.moved_bytes < again.head_backward.moved_bytes
+    assert plain.head_saved_bytes - again.head_saved_bytes == 2 * tokens * 64
+    assert eager.head_saved_bytes - plain.head_saved_bytes == 4 * vocab * 64
+    assert plain.head_backward.moved_bytes < eager.head_backward.moved_bytes < again.head_backward.moved_bytes
 
 
 def test_whole_attention_matrices_are_counted_where_the_model_makes_them() -> None:

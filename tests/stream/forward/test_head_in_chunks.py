@@ -12,63 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from benchmarks.training.random_search.families import config_of
+from tests.chunked import CHUNK, heads_in_chunks
 from tests.families import FAMILIES
 from tests.products import every_pair
-from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
+from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients, assert_same_steps, start
-
-CHUNK = 11
-
-
-class InChunks:
-    """The loss of a resident model in chunks, which are what `torch.autograd.grad` makes of each by itself."""
-
-    def __init__(self, model: PreTrainedModel, batch: Batch, total: Tensor, _: int) -> None:
-        """Run the model, whose loss is divided by `total`."""
-        labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].reshape(1, -1)
-        given = {name: value for name, value in batch.items() if name != "labels"}
-        self._model = model
-        self._hidden = model.get_decoder()(**given).last_hidden_state
-        self._hidden_grad = torch.empty_like(self._hidden).flatten(0, 1)
-        self._weights = list(model.get_output_embeddings().parameters())
-        self._sums = [torch.zeros(weight.shape) for weight in self._weights]
-        hidden = self._hidden.detach().flatten(0, 1)[None]
-        losses = []
-        for start_at in range(0, labels.shape[1], CHUNK):
-            span = slice(start_at, start_at + CHUNK)
-            part = hidden[:, span].detach().requires_grad_()
-            logits = self._logits(part)
-            loss = model.loss_function(
-                logits,
-                labels[:, span],
-                logits.shape[-1],
-                shift_labels=labels[:, span],
-                num_items_in_batch=total,
-            )
-            losses.append(loss.detach())
-            found, *grads = torch.autograd.grad(loss, [part, *self._weights])
-            self._hidden_grad[span] = found[0]
-            for held, grad in zip(self._sums, grads, strict=True):
-                held += grad.float()
-        self._loss = torch.stack(losses).sum()
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Compute what the families' own forwards do behind their decoders."""
-        logits: Tensor = self._model.get_output_embeddings()(hidden)
-        cap = getattr(self._model.config, "final_logit_softcapping", None)
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits / getattr(self._model.config, "logits_scaling", 1.0)
-
-    def detach(self) -> Tensor:
-        """Return the loss."""
-        return self._loss
-
-    def backward(self) -> None:
-        """Give every parameter its gradient."""
-        for weight, held in zip(self._weights, self._sums, strict=True):
-            weight.grad = held.to(weight.dtype)
-        self._hidden.backward(self._hidden_grad.view_as(self._hidden))
 
 
 @every_pair(
@@ -86,10 +34,8 @@ def test_the_bits_of_a_resident_model_that_runs_in_chunks(
     lockstep: int,
     outer_streams: bool,
     activations: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Soft caps, scales, biases and tied weights are the model's own; nothing runs a second time."""
-    monkeypatch.setattr("tests.reference.loss_in_step", InChunks)
     is_tied = FAMILIES[family]().tie_word_embeddings
     _, reference, engine, optimizer = start(
         family,
@@ -100,10 +46,8 @@ def test_the_bits_of_a_resident_model_that_runs_in_chunks(
         activations=activations,
         head_chunk_tokens=CHUNK,
     )
-    monkeypatch.setattr(
-        "tests.reference.count_targets", lambda batch: int((batch["labels"] != -100).sum() - 2)
-    )
-    assert_same_steps(engine, optimizer, reference, num_micro_batches=num_micro_batches)
+    with heads_in_chunks(reference, reference.model):
+        assert_same_steps(engine, optimizer, reference, num_micro_batches=num_micro_batches)
     assert engine.counts.chunked_tokens == 2 * num_micro_batches * 32
     assert engine.counts.rerun_tokens == 0
     assert not engine.executor._surprised
@@ -115,10 +59,12 @@ def test_a_sum_of_the_head_in_bf16_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     def added(held: Tensor | None, grad: Tensor | None) -> Tensor | None:
         return grad if held is None or grad is None else (held + grad)
 
-    monkeypatch.setattr("tests.reference.loss_in_step", InChunks)
     monkeypatch.setattr("megatrain.model.head.chunks._added", added)
-    _, reference, engine, optimizer = start("llama", precision="bf16", head_chunk_tokens=CHUNK)
-    with pytest.raises(AssertionError, match="lm_head"):
+    _, reference, engine, optimizer = start("llama_tied", precision="bf16", head_chunk_tokens=CHUNK)
+    with (
+        heads_in_chunks(reference, reference.model),
+        pytest.raises(AssertionError, match="embed_tokens"),
+    ):
         assert_same_steps(engine, optimizer, reference, num_micro_batches=1)
 
 

@@ -1,0 +1,61 @@
+"""A linear head in chunks on the device: the bits of a resident model that calls the same function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.chunked import CHUNK, heads_in_chunks
+from tests.families import FAMILIES
+from tests.host_device.device import TYPE
+from tests.host_device.on_device import resident
+from tests.host_device.on_device.resident import ResidentOnDevice
+from tests.products import every_pair
+from tests.reference import attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER, assert_same_steps
+
+
+@every_pair(
+    family=["llama", "llama_tied", "gemma2", "qwen3", "granite"],
+    precision=["bf16", "fp32"],
+    num_micro_batches=[1, 3],
+    settings=[{}, {"lockstep": 3}, {"outer_streams": True}, {"resident_layers": 3}],
+)
+def test_its_steps_equal_a_resident_model_s(
+    family: str, precision: str, num_micro_batches: int, settings: dict[str, Any]
+) -> None:
+    config = FAMILIES[family]()
+    if config.tie_word_embeddings:
+        settings = {name: value for name, value in settings.items() if name != "outer_streams"}
+    model = make_model(config)
+    reference = ResidentOnDevice(model, precision=precision, **HYPER)
+    engine = attach_plainly(
+        model,
+        device=TYPE,
+        precision=precision,
+        num_micro_batches=num_micro_batches,
+        head_chunk_tokens=CHUNK,
+        **settings,
+    )
+    optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
+    assert engine._model_forward.head.linear is not None
+    with heads_in_chunks(reference, reference.there, resident.__name__, is_fused=True):
+        assert_same_steps(engine, optimizer, reference, num_micro_batches=num_micro_batches)
+    assert engine.counts.chunked_tokens == 2 * num_micro_batches * 32
+    assert engine.counts.rerun_tokens == 0
+    engine.detach()
+
+
+def test_a_watched_layer_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own code runs, whose loss is the same within rounding; nothing is said."""
+    model = make_model(FAMILIES["llama"]())
+    engine = attach_plainly(model, device=TYPE, head_chunk_tokens=CHUNK)
+    batches = make_batches(1)
+    expected = float(engine.forward_backward(batches))
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    assert float(engine.forward_backward(batches)) == pytest.approx(expected, rel=1e-6)
+    assert len(seen) == 3
+    assert not [record for record in caplog.records if "loss" in record.message]
+    engine.detach()
