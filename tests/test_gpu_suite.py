@@ -72,6 +72,8 @@ def test_settings_change_no_bit_on_the_cpu(results: dict[str, dict[str, Any]]) -
     assert all(group["results"] == 1 for group in parity["groups"].values())
     assert max(group["runs"] for group in parity["groups"].values()) > 1
     assert all(case["is_bitwise"] for case in results["device_adamw"]["cases"])
+    assert [row["way"] for row in results["head"]["ways"]] == ["own", "linear"]
+    assert all(row["is_ok"] for row in results["head"]["ways"])
     races = results["races"]["runs"]
     assert {run["activations"] for run in races} == {"recompute", "keep", "offload", "recompute_cheap"}
     assert not any(run["differing"] for run in races)

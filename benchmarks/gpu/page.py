@@ -219,6 +219,12 @@ def correctness_part(results: Results) -> list[str]:
             f"{case['largest_difference_when_repeated']:.1e} and from resident training by "
             f"{case['largest_difference_to_resident']:.1e} of the largest gradient"
         )
+    for row in results.get("head", {}).get("ways", []):
+        lines.append(
+            f"- head and loss, {row['way']}: {1e3 * row['seconds']:.1f} ms for "
+            f"{results['head']['tokens']:,} tokens, gradients within {max(row['errors'][1:]):.1e} of the "
+            f"largest one in fp32"
+        )
     for step in ("device_adamw", "compiled"):
         if cases := results.get(step, {}).get("cases"):
             equal = sum(bool(case.get("is_bitwise", case.get("is_ok"))) for case in cases)

@@ -42,6 +42,7 @@ STEPS: dict[str, Step] = {
     "device_adamw": Step("correctness", 45, 15, "benchmarks.gpu.correctness:device_adamw"),
     "parity": Step("correctness", 150, 90, "benchmarks.gpu.correctness:parity"),
     "attention": Step("correctness", 90, 25, "benchmarks.gpu.attention:attention"),
+    "head": Step("correctness", 60, 20, "benchmarks.gpu.head:head"),
     "races": Step("correctness", 110, 70, "benchmarks.gpu.races:races"),
     "syncs": Step("correctness", 45, 20, "benchmarks.gpu.races:syncs"),
     "compiled": Step("correctness", 120, 70, "benchmarks.gpu.correctness:compiled"),

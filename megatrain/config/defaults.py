@@ -159,7 +159,7 @@ class StepSize:
                 f"train.tokens_per_step={more * self.row_tokens}"
             )
         most = rows // num_runs // least_number
-        found = [size for size in _powers(min(most, _MOST_ROWS)) if rows % (size * num_runs) == 0]
+        found = [size for size in _sizes(min(most, _MOST_ROWS)) if rows % (size * num_runs) == 0]
         return found or [1]
 
     def _given(self) -> str:
@@ -174,8 +174,11 @@ class StepSize:
         return f"{', '.join(given[:-1])} and {given[-1]}"
 
 
-def _powers(most: int) -> Iterator[int]:
+def _sizes(most: int) -> Iterator[int]:
+    """Yield the powers of two up to a number, and halfway between them: what is saved may fill the device."""
     size = 1
     while size <= most:
         yield size
+        if size > 1 and size * 3 // 2 <= most:
+            yield size * 3 // 2
         size *= 2

@@ -122,10 +122,10 @@ def test_a_contradiction_names_all_that_is_given(train: dict[str, Any]) -> None:
     assert "4,096 tokens (data.seq_len)" in str(early.value)
 
 
-def test_sizes_of_micro_batches_are_powers_of_two_that_divide_what_each_run_has() -> None:
+def test_sizes_of_micro_batches_are_powers_of_two_and_between_that_divide_what_each_run_has() -> None:
     config = step_of(config_of(train={"tokens_per_step": 589_824}, data={"seq_len": 1024}))
-    assert micro_batch_sizes(config, 1) == [1, 2, 4, 8, 16, 32, 64]
-    assert micro_batch_sizes(config, 64) == [1]
+    assert micro_batch_sizes(config, 1) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert micro_batch_sizes(config, 64) == [1, 3]
     assert micro_batch_sizes(step_of(config_of(memory={"lockstep": 8})), 1) == [1, 2, 4]
     with pytest.raises(ConfigError, match=r"train\.tokens_per_step=589824"):
         micro_batch_sizes(step_of(config_of(train={"tokens_per_step": 570_000}, data={"seq_len": 1024})), 64)

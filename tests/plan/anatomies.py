@@ -132,6 +132,7 @@ def llama_like(
         head_backward=Cost(
             matmul_flops=2 * head_flops, moved_bytes=16.0 * tokens * shape.vocab, num_operations=8
         ),
+        head_has_kernel=False,
         constant_bytes=tokens * 64,
         checkpoint_bytes=12 * num_params,
         pass_bytes=tokens * 48,

@@ -197,6 +197,8 @@ class Anatomy:
     head_forward: Cost
     head_backward: Cost
     """What makes the gradients of final norm, head and loss, with the loss or after it."""
+    head_has_kernel: bool
+    """Whether a kernel of ours joins operations of head and loss, where kernels run."""
     constant_bytes: int
     """Buffers on the device, and what a pass keeps beside its layers (rotary tables, masks), each once."""
     checkpoint_bytes: int

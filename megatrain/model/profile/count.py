@@ -176,6 +176,7 @@ def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anato
         model_flops_per_token=flops.model_flops(seq_len),
         head_forward=whole.head_forward,
         head_backward=whole.head_backward,
+        head_has_kernel=whole.head_has_kernel,
         head_saved_bytes=whole.head_saved_bytes,
         constant_bytes=buffers + whole.forward_bytes + ids,
         checkpoint_bytes=_checkpoint_bytes(counter.layouts, leaves_base=hasattr(model, "peft_config")),

@@ -63,6 +63,7 @@ class WholePass:
     head_saved_bytes: int = 0
     head_gradient_bytes: int = 0
     embedding_peak_bytes: int = 0
+    head_has_kernel: bool = False
     head_dim: int = 0
     num_heads: int = 0
 
@@ -164,15 +165,6 @@ class _MeteredHead(LinearHead):
         return losses
 
 
-def _joined(cost: Cost, spared: Cost) -> Cost:
-    """Return the cost of head and loss, of which the kernel alone joins operations."""
-    return replace(
-        cost,
-        fused_bytes=cost.moved_bytes - spared.moved_bytes,
-        num_kernels=cost.num_operations - spared.num_operations,
-    )
-
-
 class WholePassTracer:
     """Runs the model's own forward and backward once."""
 
@@ -262,10 +254,11 @@ class WholePassTracer:
             chunked = head.in_chunks((), batch)
             output = inner(**batch) if chunked is None else head.call(partial(self._inner, inner), chunked)
             loss = share.scaled(output.loss)
+        result.head_has_kernel = chunked is not None and head.linear is not None
         result.head_forward_peak_bytes = meter.peak_bytes - self._head_base
         share_of_chunks = meter.rows.of(num_tokens) / num_labels
         whole, chunks, forwards, spared = self._take_head_cost()
-        result.head_forward = _joined(
+        result.head_forward = self._joined(
             whole - chunks + forwards.scaled(share_of_chunks), spared.scaled(share_of_chunks)
         )
         made = (chunks - forwards).scaled(share_of_chunks)
@@ -281,7 +274,7 @@ class WholePassTracer:
         self._head_start = meter.cost
         loss.backward()
         whole, chunks, _, spared = self._head_back
-        result.head_backward = _joined(
+        result.head_backward = self._joined(
             made + (whole - chunks) + chunks.scaled(share_of_chunks), spared.scaled(share_of_chunks)
         )
         held = result.graph_bytes + result.head_gradient_bytes
@@ -335,6 +328,16 @@ class WholePassTracer:
         found = self._meter.cost - self._head_start, self._chunks, forwards, spared
         self._chunks = self._chunk_forwards = Cost()
         return found
+
+    def _joined(self, cost: Cost, spared: Cost) -> Cost:
+        """Return the cost of head and loss, of which the kernel of a linear head alone joins operations."""
+        if not self.result.head_has_kernel:
+            return cost
+        return replace(
+            cost,
+            fused_bytes=cost.moved_bytes - spared.moved_bytes,
+            num_kernels=cost.num_operations - spared.num_operations,
+        )
 
     @contextmanager
     def _stubs(self) -> Iterator[None]:

@@ -127,7 +127,8 @@ class Request:
     @cached_property
     def rates(self) -> Rates:
         """Return the machine as a rank has it, in the dtype and with the optimizer of the run."""
-        fuses_head = self.spec.has_accelerator and not self.spec.updates_with_scratch
+        has_kernels = self.spec.has_accelerator and not self.spec.updates_with_scratch
+        fuses_head = has_kernels and self.anatomy.head_has_kernel
         kernels = Kernels(fuses_layers=self.compiles or self.fuses, fuses_head=fuses_head)
         spec = deterministic_spec(self.spec, self.heads) if self.deterministic else self.spec
         return Rates(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from megatrain.stream.engine import Engine
+from megatrain.stream.evaluate import row_losses
 from tests.chunked import CHUNK, heads_in_chunks
 from tests.families import FAMILIES
 from tests.host_device.device import TYPE
@@ -59,3 +63,32 @@ def test_a_watched_layer_is_called(caplog: pytest.LogCaptureFixture) -> None:
     assert len(seen) == 3
     assert not [record for record in caplog.records if "loss" in record.message]
     engine.detach()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_log_probabilities_of_rows_come_from_it_too(precision: str) -> None:
+    """Each row's sum has a factor of its own, so chunks run again in the backward."""
+    found = []
+    for device, tokens in ((TYPE, CHUNK), ("cpu", 1000)):
+        model = make_model(FAMILIES["llama"]())
+        engine = attach_plainly(model, device=device, precision=precision, head_chunk_tokens=tokens)
+        (batch,) = make_batches(1, rows=3)
+
+        def loss(engine: Engine = engine, batch: Any = batch) -> Tensor:
+            rows = row_losses(engine, batch)
+            return (
+                nn.functional.logsigmoid(rows - 70)
+                .mul(torch.tensor([1.0, -2.0, 0.5], device=rows.device))
+                .sum()
+            )
+
+        (value,) = engine.run_losses([loss], only_loss=True)
+        assert engine.counts.rerun_tokens == 3 * 16
+        assert (engine._model_forward.head.linear is None) == (device == "cpu")
+        found.append({"loss": value.cpu(), **dict(engine.named_gradients())})
+        engine.detach()
+    close = 1e-4 if precision == "fp32" else 2e-2
+    for name, expected in found[1].items():
+        torch.testing.assert_close(
+            found[0][name], expected, rtol=close, atol=close * float(expected.abs().max()), msg=name
+        )
