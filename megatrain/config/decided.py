@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO
 from megatrain.config.defaults import Epochs, StepSize, default_precision, default_rows, default_seq_len
 from megatrain.config.sections.config import Config
@@ -79,6 +80,11 @@ def with_micro_batches(config: Config, size: int) -> Config:
     return _changed(config, train=sizes)
 
 
+def with_budget(config: Config, budget: float) -> Config:
+    """Return settings in which the budget of compiled layers is decided."""
+    return _changed(config, train={"activation_budget": budget})
+
+
 def as_settings(config: Config) -> Config:
     """Return settings to write down, in which derived values are open, so that the others can be changed."""
     return _changed(config, train={"grad_accumulation": AUTO})
@@ -110,6 +116,8 @@ def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
     if (now.tokens_per_step, now.grad_accumulation) == (AUTO, AUTO):
         train["tokens_per_step"] = size * number * row_tokens
     is_open = now.micro_batch_size == AUTO and AUTO in (now.tokens_per_step, now.grad_accumulation)
+    if now.activation_budget == AUTO:
+        train["activation_budget"] = then.get("activation_budget", ALL)
     if is_open and (now.tokens_per_step == AUTO or now.tokens_per_step >= size * row_tokens):
         train["micro_batch_size"] = size
     return _changed(config, train=train, data={"seq_len": seq_len})

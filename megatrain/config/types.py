@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
+from megatrain.config.budgets import BUDGETS
 from megatrain.config.sizes import read_bytes
 
 
@@ -23,6 +24,12 @@ def as_tuple(value: object) -> object:
 
 def _as_day(value: str) -> str:
     return date.fromisoformat(value).isoformat()
+
+
+def _as_budget(value: str | float) -> str | float:
+    if value != "auto" and value not in BUDGETS:
+        raise ValueError(f"use {', '.join(map(str, BUDGETS))} or auto")
+    return value
 
 
 def reads_as(kind: str) -> WithJsonSchema:
@@ -103,7 +110,13 @@ if TYPE_CHECKING:  # decided types: `megatrain.config.decided` replaces `auto`
     OpenCount = int
     OpenLength = int
     OpenPrecision = Literal["fp32", "bf16"]
+    OpenBudget = float
 else:
     OpenCount = Literal["auto"] | Count
     OpenLength = Literal["auto"] | Annotated[int, Field(ge=2)]
     OpenPrecision = Literal["auto", "fp32", "bf16"]
+    OpenBudget = Annotated[
+        Literal["auto"] | float,
+        AfterValidator(_as_budget),
+        reads_as(" | ".join(["auto", *map(str, BUDGETS)])),
+    ]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatrain.config.budgets import ALL
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.runs import require_power_of_two
 from megatrain.distributed.alone import ALONE, Alone
@@ -59,6 +60,8 @@ class MegatrainArguments:
     """The format of the moments: `fp32`, or `bf16` or `int8`, which are not exact."""
     compile: str = "auto"
     """Whether layers run through torch.compile: `on`, `off` or `auto`."""
+    activation_budget: float = ALL
+    """The share of what compiled layers would keep for their backward that they may keep, as in `attach`."""
     deterministic: bool = False
     """Whether every run on the same device gives the same bits."""
     host_limit: int | str | None = None
@@ -94,6 +97,7 @@ class MegatrainArguments:
             "precision": precision,
             "batch": self.batch(args, context, num_passes_before, ranks.size),
             "compile": self.compile,
+            "activation_budget": self.activation_budget,
             "optimizer_state": self.optimizer_state,
             "host_limit": self.host_limit,
             "device_limit": self.device_limit,

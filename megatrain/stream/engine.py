@@ -55,7 +55,7 @@ class Engine:
         choice: Choice,
         *,
         micro_batch_size: int | None = None,
-        compiles: bool = False,
+        compiler: Compiler | None = None,
         deterministic: bool = False,
     ) -> None:
         """Allocate device memory and override the forwards; the host state is in `binding`."""
@@ -70,7 +70,7 @@ class Engine:
         """What has been moved since attach."""
         self.meter = StepMeter(self.arrangement)
         """Measures every step: what `last_step` reports."""
-        self.compiler = Compiler() if compiles else None
+        self.compiler = compiler
         self._settings = ExitStack()
         self._names = [name for name, _ in model.named_parameters()]
         self._rows = self._settings.enter_context(

@@ -159,6 +159,22 @@ def test_a_run_that_goes_on_keeps_what_it_was_begun_with(
 
 
 @pytest.mark.parametrize(
+    ("saved", "given", "found"),
+    [({}, AUTO, 1.0), ({"activation_budget": 0.3}, AUTO, 0.3), ({"activation_budget": 0.3}, 0.5, 0.5)],
+)
+def test_a_run_that_goes_on_keeps_its_budget(saved: dict[str, Any], given: Any, found: float) -> None:
+    """One from before there were any was compiled with all of it."""
+    config = config_of(train={"activation_budget": given})
+    begun = as_begun(config, {**SAVED, "train": {**SAVED["train"], **saved}})
+    assert begun.train.activation_budget == found
+
+
+def test_a_budget_that_is_not_counted_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"activation_budget is 0\.6.* must be auto or 1\.0 or 0\.7"):
+        config_of(train={"activation_budget": 0.6})
+
+
+@pytest.mark.parametrize(
     ("train", "words"),
     [
         ({}, "train.tokens_per_step=65536"),

@@ -8,7 +8,17 @@ from pydantic import Field
 
 from megatrain.config.choice import AUTO
 from megatrain.config.sections.section import Section
-from megatrain.config.types import Count, Device, OpenCount, OpenPrecision, Patterns, Rate, Seed, one_of
+from megatrain.config.types import (
+    Count,
+    Device,
+    OpenBudget,
+    OpenCount,
+    OpenPrecision,
+    Patterns,
+    Rate,
+    Seed,
+    one_of,
+)
 from megatrain.objective.registry import DEFAULT, OBJECTIVES
 
 _LEARNS = [f"{one.learns} (`{one.name}`)" for one in OBJECTIVES.values()]
@@ -57,6 +67,10 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
     step. `auto` = on a GPU, if torch has a compiler for it."""
+    activation_budget: OpenBudget = AUTO
+    """What compiled layers may keep for their backward, as a share of what they would; they compute the rest
+    again, the cheapest first. `auto` = as planned; 1.0 where layers are not compiled. It changes the last
+    bits of results, so it is chosen once, and a run that goes on keeps it."""
     freeze: Patterns = ()
     """Shell patterns of the names of parameters that are not trained, such as `["model.embed_tokens*"]`. They
     take 2 bytes each in bf16, and no gradient of theirs is made."""

@@ -91,6 +91,8 @@ class Fragment:
 class CompiledKeep:
     """What stays of a layer under `keep`, or leaves under `offload`, where it is compiled as a whole."""
 
+    budget: float
+    """The budget within which it is compiled (`megatrain.config.budgets`)."""
     holds_input: bool
     saved_bytes: int
     """Bytes on the device from forward to backward, the input included if it is held."""
@@ -100,6 +102,8 @@ class CompiledKeep:
     """The same bytes without what aligns them."""
     offload_left_bytes: int
     """Bytes that it leaves on the device."""
+    again: Cost
+    """Matrix products and attention that its backward computes again, beyond those of the whole budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,21 +144,23 @@ class Layer:
     the host go on. As a whole layer, and in fragments."""
     rerun_peak_bytes: int = 0
     """Most bytes at a time of a forward of which nothing stays: what makes a dropped boundary again."""
-    compiled: CompiledKeep | None = None
-    """What stays of it where it is compiled; None: that is not counted, or not known."""
+    compiled: tuple[CompiledKeep, ...] = ()
+    """What stays of it where it is compiled, by budget; empty: that is not counted, or not known."""
+    again: Cost = Cost()
+    """What its compiled backward computes again of the forward, whatever the policy."""
 
     @property
     def num_params(self) -> int:
         """Parameters of all fragments."""
         return sum(fragment.num_params for fragment in self.fragments)
 
-    def as_compiled(self) -> Layer:
-        """Return the layer as it is compiled as a whole; the same where that is not known.
+    def as_compiled(self, budget: float) -> Layer:
+        """Return the layer as it is compiled as a whole within a budget; the same where that is not known.
 
         The moments of its own forward and backward are those of single operations: compiled kernels have them
         in registers, and which of them meet in memory is not known.
         """
-        keep = self.compiled
+        keep = next((keep for keep in self.compiled if keep.budget == budget), None)
         less = 0 if keep is None else self.saved_bytes[KEEP.name] - keep.saved_bytes
         if keep is None or less <= 0:  # what operations keep is a cut of the graph too, and the least counts
             return self
@@ -171,7 +177,8 @@ class Layer:
             backward_peak_bytes=beyond(self.backward_peak_bytes),
             offload_copied_bytes=keep.offload_copied_bytes,
             offload_left_bytes=keep.offload_left_bytes,
-            compiled=None,
+            compiled=(),
+            again=keep.again,
         )
 
 
@@ -229,26 +236,38 @@ class Anatomy:
     """The largest number of heads of these queries; 0: as there."""
     warnings: tuple[str, ...] = ()
     """Sentences on what the count leaves out or takes for granted, which a reader must know."""
-    is_compiled: bool = False
-    """Layers run compiled."""
+    budget: float | None = None
+    """The budget within which layers are compiled; None: they are not."""
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
 
+    def as_compiled(self, budget: float) -> Anatomy:
+        """Return the model with layers that are compiled within a budget: the same one each time."""
+        if self.budget == budget:
+            return self
+        if budget not in self._compiled:
+            self._compiled[budget] = replace(self, budget=budget)
+        return self._compiled[budget]
+
     @cached_property
-    def as_compiled(self) -> Anatomy:
-        """Return the model with compiled layers."""
-        return self if self.is_compiled else replace(self, is_compiled=True)
+    def _compiled(self) -> dict[float, Anatomy]:
+        return {}
 
     def layers_of(self, *, fragments: bool) -> tuple[Layer, ...]:
         """Return the layers as they run as a whole or in fragments, which are compiled one by one.
 
         What these keep is not counted: it is taken to be what their operations keep.
         """
-        return self.layers if fragments or not self.is_compiled else self._whole_layers
+        return self.layers if fragments else self._whole_layers
+
+    def again_of(self, number: int) -> Cost:
+        """Return what a layer's compiled backward computes again, as a whole or in fragments."""
+        return self._whole_layers[number].again
 
     @cached_property
     def _whole_layers(self) -> tuple[Layer, ...]:
-        return tuple(layer.as_compiled() for layer in self.layers)
+        budget = self.budget
+        return self.layers if budget is None else tuple(layer.as_compiled(budget) for layer in self.layers)

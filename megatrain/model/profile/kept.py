@@ -166,7 +166,8 @@ def _layer(raw: Mapping[str, Any]) -> Layer:
         "backward": Cost(**raw["backward"]),
         "collect_bytes": {policy: tuple(sizes) for policy, sizes in raw["collect_bytes"].items()},
         "made_bytes": tuple(raw["made_bytes"]),
-        "compiled": None if raw["compiled"] is None else CompiledKeep(**raw["compiled"]),
+        "compiled": tuple(CompiledKeep(**{**k, "again": Cost(**k["again"])}) for k in raw["compiled"]),
+        "again": Cost(**raw["again"]),
     }
     return Layer(**{**raw, **changed})
 

@@ -166,25 +166,15 @@ class Meter(TorchDispatchMode):
         made: list[Tensor],
         output: Any,
     ) -> None:
-        matmul: Any = 0.0
-        attention: Any = 0.0
         moved: Any = 0.0
-        flops = _attention_flops(func, args, kwargs)
-        is_own = True
-        if flops is not None:
-            number, share = flops
-            attention = share * self.rows.of(number)
+        matmul, attention, is_own = flops_of(func, args, kwargs, output, self.rows)
+        if _is_attention(func) is not None:
             self.head_dim = max(self.head_dim, given[0].shape[-1])
             self.num_heads = max(self.num_heads, given[0].shape[1])
-        elif func._overloadpacket is _aten._grouped_mm:
-            matmul = 1.0 * self.rows.of(_grouped_flops(args[0], args[1], output))
-        elif func._overloadpacket in flop_registry:
-            matmul = 1.0 * self.rows.of(flop_registry[func._overloadpacket](*args, **kwargs, out_val=output))
-        else:
+        if not is_own:
             if func._overloadpacket in _SOFTMAX:
                 check_pairs(given)
             moved = 1.0 * sum(self.rows.of(touched_bytes(tensor)) for tensor in (*given, *made))
-            is_own = False
         kernels = self._fusion.num_kernels
         fused = self._fusion.add(func, given, made, is_own=is_own)
         self.cost = self.cost + Cost(
@@ -241,6 +231,26 @@ def _is_attention(func: Any) -> bool | None:
     if "fused_sdp_choice" in name:
         return None
     return "backward" in name
+
+
+def flops_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, rows: Rows
+) -> tuple[Any, Any, bool]:
+    """Return the FLOPs of an operation in matrix products and in attention, and whether it is one of these.
+
+    Raises:
+        LongAttentionError: The mask of attention is of a long row's length squared.
+    """
+    flops = _attention_flops(func, args, kwargs)
+    if flops is not None:
+        number, share = flops
+        return 0.0, share * rows.of(number), True
+    if func._overloadpacket is _aten._grouped_mm:
+        return 1.0 * rows.of(_grouped_flops(args[0], args[1], output)), 0.0, True
+    if func._overloadpacket in flop_registry:
+        number = flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
+        return 1.0 * rows.of(number), 0.0, True
+    return 0.0, 0.0, False
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, float] | None:

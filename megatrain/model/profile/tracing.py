@@ -179,7 +179,7 @@ class Trace:
     """The same bytes without what aligns them."""
     offload_left_bytes: int = 0
     """Saved bytes that `offload` leaves on the device."""
-    compiled: CompiledKeep | None = None
+    compiled: tuple[CompiledKeep, ...] = ()
     """What stays of the layer where it is compiled, of `keep`; None: it is not known."""
     others: tuple[Any, ...] | None = None
     """The layer's results beside its hidden states, tensors left out; None: it returns no tuple."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.policies import POLICIES, Policy
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Anatomy, Layer
+from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.block_sums import BlockSums, share_of
 from megatrain.plan.memory.layer_runs import LayerRun, layer_runs
@@ -98,13 +98,15 @@ class LayerCosts:
     def _known_of(self, kind: int, policy: str) -> tuple[float, float, float]:
         key = (kind, policy)
         if key not in self._known:
-            self._known[key] = self._count(self.layers[kind], POLICIES[policy])
+            again = self.anatomy.again_of(kind)
+            self._known[key] = self._count(self.layers[kind], again, POLICIES[policy])
         return self._known[key]
 
-    def _count(self, layer: Layer, policy: Policy) -> tuple[float, float, float]:
+    def _count(self, layer: Layer, again: Cost, policy: Policy) -> tuple[float, float, float]:
         launch_s = self.rates.spec.launch_s
         forward = self.rates.forward_s(layer.forward) + launch_s
         backward = self.rates.backward_s(layer.backward) + self._sums_s(layer) + launch_s
+        backward += self.rates.forward_s(again)
         inside = 0.0
         if policy.reruns:
             inside = self.rates.forward_s(layer.forward.again(policy)) + launch_s

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from megatrain.config.budgets import ALL
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT, find
@@ -55,6 +56,8 @@ class Request:
     state: str = DEFAULT.state
     """The format in which the optimizer's state is kept."""
     compiles: bool = False
+    budget: float = ALL
+    """The budget within which layers are compiled, if they are."""
     fuses: bool = False
     """Layers run with fused kernels though they are not compiled: `model.kernels=liger`."""
     deterministic: bool = False
@@ -74,7 +77,7 @@ class Request:
     def __post_init__(self) -> None:
         """Let layers keep what they keep where they are compiled, if they are."""
         if self.compiles:
-            object.__setattr__(self, "anatomy", self.anatomy.as_compiled)
+            object.__setattr__(self, "anatomy", self.anatomy.as_compiled(self.budget))
 
     @cached_property
     def known(self) -> dict[str, Any]:

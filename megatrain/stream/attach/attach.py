@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.config.budgets import ALL, require_budget
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT
@@ -31,7 +32,7 @@ from megatrain.stream.attach.bind import bind, plan_layouts
 from megatrain.stream.attach.resolve import Conditions, resolve
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residents_of
-from megatrain.stream.forward.compiled import say_how
+from megatrain.stream.forward.compiled import Compiler, say_how
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.lanes import Lanes
@@ -55,6 +56,7 @@ def attach(
     batch: StepBatch | None = None,
     micro_batch_size: int | None = None,
     compile: str = "auto",
+    activation_budget: float = ALL,
     optimizer: str = DEFAULT.name,
     optimizer_state: str = DEFAULT.state,
     host_limit: int | str | None = None,
@@ -86,6 +88,8 @@ def attach(
             them. That is done in the first step, which takes about a minute longer. Compiled kernels round
             differently; what is exact is that streaming, recomputation and resuming give the bits of the same
             compiled layers. It is off under `activations` that keep the results of single operations.
+        activation_budget: The share of what compiled layers would keep for their backward that they may keep,
+            one of `megatrain.config.budgets.BUDGETS`. It changes the last bits of results.
         optimizer: The optimizer that will train, for whose state memory is planned: see
             `engine.make_optimizer`.
         optimizer_state: The format in which its state will be kept. AdamW's moments are kept in `fp32`, or in
@@ -117,6 +121,7 @@ def attach(
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; use 1 or more")
     if compile not in ("auto", "on", "off"):
         raise ConfigError(f"compile is {compile!r}; use auto, on or off")
+    require_budget(activation_budget)
     if tiers is None:
         require_drives(choice)
     if tiers is None and "nvme" in dict(choice.given.get("tiers", ())).values():
@@ -149,7 +154,9 @@ def attach(
         set_environment(lanes.device)
     compiles = choice.is_compiled(compile, can_compile=can_compile(lanes.device))
     decided = choice.given
-    given = Conditions(lanes=lanes, job=job, compiles=compiles, deterministic=deterministic)
+    given = Conditions(
+        lanes=lanes, job=job, compiles=compiles, budget=activation_budget, deterministic=deterministic
+    )
     choice, planned_tokens = resolve(model, choice, given)
     # each rank has planned by what it has found free; what it was told stays, to be compared
     planned = from_values(job.ranks.gather_values(as_values(choice))[0])
@@ -169,7 +176,7 @@ def attach(
         lanes,
         choice,
         micro_batch_size=micro_batch_size,
-        compiles=compiles,
+        compiler=Compiler(budget=activation_budget) if compiles else None,
         deterministic=deterministic,
     )
     engine.together.take_room(job.batch, planned_tokens)

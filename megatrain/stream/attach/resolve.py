@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO, Choice
 from megatrain.config.defaults import default_batch
 from megatrain.config.plan import Plan
@@ -49,6 +50,8 @@ class Conditions:
     job: Job
     """The job; without a batch `default_batch` is planned, for the model's context."""
     compiles: bool = False
+    budget: float = ALL
+    """The budget within which layers are compiled, if they are."""
     deterministic: bool = False
 
     @property
@@ -132,6 +135,7 @@ def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: Hardware
         optimizer_name=given.job.optimizer.name,
         state=given.job.optimizer.state,
         compiles=given.compiles,
+        budget=given.budget,
         deterministic=given.deterministic,
         commit_every=1 if given.num_drives else None,
         names_drives=given.num_drives > 0,

@@ -37,6 +37,29 @@ class Views(NamedTuple):
     padding: list[Tensor]
     """What lies between them."""
 
+    def put(self, grads: Sequence[Tensor | None], *, adds: bool, missing: float = 0.0) -> list[int]:
+        """Put one backward's gradients in, or add them; return the places of those that there are.
+
+        Args:
+            grads: The gradients of the trained parameters; None: there is none, which adds `missing`, a zero.
+            adds: Whether something is there to which they are added.
+            missing: Zero or negative zero.
+        """
+        given = [number for number, grad in enumerate(grads) if grad is not None]
+        targets = [self.gradients[number] for number in given]
+        values = [grad for grad in grads if grad is not None]
+        if not adds:
+            for target, grad in zip(self.gradients, grads, strict=True):
+                if grad is None:
+                    target.fill_(missing)
+        if adds and values:
+            torch._foreach_add_(targets, values)
+        elif values:
+            torch._foreach_copy_(targets, values)
+        if not adds and self.padding:
+            torch._foreach_zero_(self.padding)
+        return given
+
 
 class Home(Enum):
     """Where the sum of a block's gradients of this step is: what another backward adds to."""

@@ -30,7 +30,7 @@ from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.block_state import part_of_plane, split_gradient
 from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
-from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home, Views, round_into
+from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home, round_into
 from megatrain.stream.execute.run_sums import RunSums
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.ranks.own_gradients import OwnGradients
@@ -99,7 +99,7 @@ class Gradients:
             views = self.buffers.views(block, buffer, is_sum=not operation.is_single, height=height)
             # nothing is what a negative zero adds: what the host adds to stays as it is, its zeros too
             missing = -0.0 if visit.sums_on_host else 0.0
-            self._put(block, views, grads, adds=adds, missing=missing)
+            self._note_present(block, views.put(grads, adds=adds, missing=missing))
         finally:
             self._lanes.end(Lane.COMPUTE, writes=writes)
 
@@ -107,7 +107,8 @@ class Gradients:
         """Put one backward's gradients of a resident block into its own fp32 buffer."""
         with self._lanes.using(Lane.COMPUTE, writes=[("resident_gradient", block)]):
             adds, height = self._sum_of(block, -1, micro_batch, self.has(block))
-            self._put(block, self.buffers.views(block, -1, is_sum=True, height=height), grads, adds=adds)
+            views = self.buffers.views(block, -1, is_sum=True, height=height)
+            self._note_present(block, views.put(grads, adds=adds))
         self.homes[block] = Home.DEVICE
         self._is_home[block] = False
 
@@ -489,23 +490,6 @@ class Gradients:
         """Whether what is left is a sum that is wider than a complete gradient, or is one of ranks."""
         return not completes and (self.splits or self.has_runs)
 
-    def _put(
-        self, block: int, views: Views, grads: Sequence[Tensor | None], *, adds: bool, missing: float = 0.0
-    ) -> None:
-        """Put one backward's gradients into a buffer; a parameter that has none adds `missing`, a zero."""
-        targets, names = views.gradients, self._names[block]
-        values = [grad for grad in grads if grad is not None]
-        if len(values) < len(targets):
-            if not adds:
-                for target, grad in zip(targets, grads, strict=True):
-                    if grad is None:
-                        target.fill_(missing)
-            given = [number for number, grad in enumerate(grads) if grad is not None]
-            targets, names = [targets[number] for number in given], [names[number] for number in given]
-        if adds and values:
-            torch._foreach_add_(targets, values)
-        elif values:
-            torch._foreach_copy_(targets, values)
-        if not adds and views.padding:
-            torch._foreach_zero_(views.padding)
-        self.present[block].update(names)
+    def _note_present(self, block: int, given: Sequence[int]) -> None:
+        names = self._names[block]
+        self.present[block].update(names if len(given) == len(names) else [names[n] for n in given])

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.budgets import ALL
 from megatrain.errors import ModelError
 from megatrain.hardware.accelerators import missing_compiler, vendor_of
 from megatrain.stream.forward.compiled_calls import aside, differentiable, kind_of, state_of, without_caches
@@ -81,19 +82,25 @@ class Compiler:
     """Compiles blocks, once for each structure and kind of call."""
 
     def __init__(
-        self, backend: str | Backend = "inductor", *, many_shapes: int = 8, max_operations: int = 5000
+        self,
+        backend: str | Backend = "inductor",
+        *,
+        budget: float = ALL,
+        many_shapes: int = 8,
+        max_operations: int = 5000,
     ) -> None:
         """Prepare; nothing is compiled before a block is called.
 
         Args:
             backend: A torch.compile backend by name, or itself.
+            budget: What blocks may keep for their backward, as a share of what they would.
             many_shapes: More kinds of calls than that of one structure (shapes of the inputs, with or without
                 gradients) are warned of. Each is compiled for its own shape, whatever came before, so that a
                 run that goes on from a checkpoint computes with the same code as one that was not stopped.
             max_operations: Longer graphs, which are loops over tokens that were unrolled, are not compiled;
                 that can take hours.
         """
-        self._backend = backend
+        self._backend, self._budget = backend, budget
         self._many_shapes = many_shapes
         self._max_operations = max_operations
         self._structures: dict[Hashable, Structure] = {}
@@ -214,7 +221,9 @@ class Compiler:
             from torch._inductor.compile_fx import compile_fx
 
             # Without it kernels are chosen by timing them, and the same run may round differently tomorrow.
-            return compile_fx(graph, inputs, config_patches={"deterministic": True})  # type: ignore[return-value]
+            patches = {"deterministic": True}
+            with torch._functorch.config.patch(activation_memory_budget=self._budget):
+                return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[return-value]
         from torch._dynamo.backends.registry import lookup_backend
 
         return lookup_backend(self._backend)(graph, inputs)

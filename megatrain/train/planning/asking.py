@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, build_config, set_keys
+from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import as_begun, with_rows, with_step
 from megatrain.data.context import check_seq_len
@@ -261,6 +262,7 @@ def make_request(
         compiles=config.choice.is_compiled(
             config.train.compile, can_compile=spec.has_accelerator if can_compile is None else can_compile
         ),
+        budget=ALL if config.train.activation_budget == AUTO else config.train.activation_budget,
         fuses=config.model.kernels == "liger",
         deterministic=config.train.deterministic,
         device_limit=config.memory.device_budget,
@@ -302,6 +304,8 @@ def _defaults_note(given: Config, config: Config) -> list[str]:
         keys.append("train.tokens_per_step")
     if train.grad_accumulation == AUTO:
         keys.append("train.micro_batch_size")
+    if config.train.activation_budget not in (AUTO, ALL):
+        keys.append("train.activation_budget")
     then, now = (each.model_dump(mode="json") for each in (given, config))
     chosen = [
         f"{key}={now[section][name]}"

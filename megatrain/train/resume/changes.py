@@ -43,6 +43,7 @@ _LEFT_OPEN = (
     ("train.tokens_per_step", AUTO),
     ("train.micro_batch_size", AUTO),
     ("train.grad_accumulation", AUTO),
+    ("train.activation_budget", AUTO),
     ("data.seq_len", AUTO),
 )
 """The settings that take the checkpoint's value where they are left open."""

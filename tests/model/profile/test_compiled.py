@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from megatrain.config.budgets import BUDGETS
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy, count_sizes
 from megatrain.model.profile.kept import anatomy_json, read_anatomy
@@ -37,7 +38,7 @@ def count(family: str, **changes: Any) -> Anatomy:
     return count_anatomy(config_of(family), **shape | changes)
 
 
-def really_kept(family: str, *, with_kernels: bool) -> int:
+def really_kept(family: str, *, with_kernels: bool, budget: float = 1.0) -> int:
     """Return the bytes that a compiled first layer keeps, parameters and rotary tables left out.
 
     Without kernels, inductor does all up to the partitioning of the graph, and the parts run as they are.
@@ -54,7 +55,8 @@ def really_kept(family: str, *, with_kernels: bool) -> int:
     options: dict[str, Any] = {} if with_kernels else {"inner_compile": lambda graph, *_, **__: graph}
 
     def lower(graph: Any, inputs: Any) -> Any:
-        return compile_fx(graph, inputs, config_patches={"deterministic": True}, **options)
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return compile_fx(graph, inputs, config_patches={"deterministic": True}, **options)
 
     def forward(hidden: Tensor) -> Any:
         return layer(hidden, position_embeddings=tables, attention_mask=None)
@@ -65,6 +67,7 @@ def really_kept(family: str, *, with_kernels: bool) -> int:
         held.append(tensor)
         return tensor
 
+    torch._dynamo.reset()  # which counts what was compiled of the same code
     run: Any = torch.compile(forward, backend=lower, dynamic=False)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run(hidden)
@@ -84,12 +87,50 @@ def really_kept(family: str, *, with_kernels: bool) -> int:
 )
 def test_count_is_what_compiled_code_keeps(family: str, with_kernels: bool) -> None:
     layer = count(family).layers[0]
-    assert layer.compiled is not None
-    assert really_kept(family, with_kernels=with_kernels) == pytest.approx(
-        layer.compiled.saved_bytes, rel=0.03
-    )
-    assert layer.compiled.saved_bytes < 0.8 * layer.saved_bytes["keep"]
-    assert layer.compiled.holds_input
+    kept = layer.compiled[0]
+    assert really_kept(family, with_kernels=with_kernels) == pytest.approx(kept.saved_bytes, rel=0.03)
+    assert kept.saved_bytes < 0.8 * layer.saved_bytes["keep"]
+    assert kept.holds_input
+
+
+@pytest.mark.parametrize(
+    ("family", "budget", "with_kernels"),
+    [
+        ("llama", 0.7, False),
+        ("gemma2", 0.5, False),
+        pytest.param("llama", 0.3, False, marks=pytest.mark.parity),
+        *(
+            pytest.param(family, budget, with_kernels, marks=pytest.mark.parity)
+            for family in ("llama", "qwen3", "gemma2")
+            for budget in BUDGETS[1:]
+            for with_kernels in (False, True)
+            if (family, budget) != ("gemma2", 0.3)  # the mask that it is counted with is among what is kept
+        ),
+    ],
+)
+def test_a_budget_is_counted_as_it_is_kept(family: str, budget: float, with_kernels: bool) -> None:
+    kept = next(kept for kept in count(family).layers[0].compiled if kept.budget == budget)
+    really = really_kept(family, with_kernels=with_kernels, budget=budget)
+    assert really == pytest.approx(kept.saved_bytes, rel=0.03)
+
+
+def test_what_a_budget_saves_is_computed_again() -> None:
+    """The products of a Llama's layer by their sizes, and its attention; never more than its forward."""
+    layer = count("llama").layers[0]
+    saved, again = zip(*((kept.saved_bytes, kept.again) for kept in layer.compiled), strict=True)
+    assert [kept.budget for kept in layer.compiled] == list(BUDGETS)
+    assert sorted(saved, reverse=True) == list(saved)
+    assert len(set(saved)) == len(saved)
+    flops = [cost.matmul_flops for cost in again]
+    assert flops[0] == flops[1] == again[0].moved_bytes == 0
+    assert 0 < flops[2] < flops[3] < layer.forward.matmul_flops
+    product = 2.0 * ROWS * TOKENS * 128
+    for number in flops:
+        assert number % (product * 32) == 0, "whole products of the layer: q, k, v, o, gate, up or down"
+    assert again[3].attention_flops in (0, layer.forward.attention_flops)
+    for budget, kept in zip(BUDGETS, layer.compiled, strict=True):
+        compiled = layer.as_compiled(budget)
+        assert (compiled.saved_bytes["keep"], compiled.again) == (kept.saved_bytes, kept.again)
 
 
 def test_several_sizes_are_counted_at_once() -> None:
@@ -103,13 +144,11 @@ def test_several_sizes_are_counted_at_once() -> None:
 def test_layers_that_come_in_fragments_are_counted_as_before() -> None:
     """And what is taken off between the passes is still there while a layer's own backward runs."""
     anatomy = count("llama")
-    assert anatomy.as_compiled is anatomy.as_compiled.as_compiled
-    assert (
-        anatomy.layers_of(fragments=False) == anatomy.layers == anatomy.as_compiled.layers_of(fragments=True)
-    )
-    before, after = anatomy.layers[0], anatomy.as_compiled.layers_of(fragments=False)[0]
-    assert before.compiled is not None
-    assert after.saved_bytes["keep"] == before.compiled.saved_bytes < before.saved_bytes["keep"]
+    compiled = anatomy.as_compiled(1.0)
+    assert compiled is anatomy.as_compiled(1.0) is compiled.as_compiled(1.0)
+    assert anatomy.layers_of(fragments=False) == anatomy.layers == compiled.layers_of(fragments=True)
+    before, after = anatomy.layers[0], compiled.layers_of(fragments=False)[0]
+    assert after.saved_bytes["keep"] == before.compiled[0].saved_bytes < before.saved_bytes["keep"]
     assert after.saved_bytes["recompute"] == before.saved_bytes["recompute"]
     for policy in ("keep", "offload"):
         alive = before.saved_bytes["keep"] + before.backward_peak_bytes[policy]
@@ -121,17 +160,17 @@ def test_layers_that_come_in_fragments_are_counted_as_before() -> None:
 
 def test_a_layer_that_would_keep_more_keeps_what_its_operations_do() -> None:
     layer = count("llama").layers[0]
-    assert layer.compiled is not None
-    more = replace(layer, compiled=replace(layer.compiled, saved_bytes=layer.saved_bytes["keep"] + 1))
-    assert more.as_compiled() is more
+    kept = replace(layer.compiled[0], saved_bytes=layer.saved_bytes["keep"] + 1)
+    more = replace(layer, compiled=(kept,))
+    assert more.as_compiled(1.0) is more
 
 
 def test_a_layer_that_cannot_be_traced_is_said() -> None:
     anatomy = count("mixtral")  # no grouped products in fp32 without tensors
     (warning,) = [warning for warning in anatomy.warnings if "compiled" in warning]
     assert warning.startswith("what compiled layers of MixtralDecoderLayer keep is not known (")
-    assert all(layer.compiled is None for layer in anatomy.layers)
-    assert count("mixtral", precision="bf16").layers[0].compiled is not None
+    assert all(layer.compiled == () for layer in anatomy.layers)
+    assert len(count("mixtral", precision="bf16").layers[0].compiled) == len(BUDGETS)
 
 
 def test_counts_on_disk_have_it() -> None:

@@ -15,7 +15,7 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.plan import Plan
 from megatrain.errors import ConfigError
 from megatrain.hardware import Drives, HardwareSpec
-from megatrain.model.profile.anatomy import Anatomy, CompiledKeep
+from megatrain.model.profile.anatomy import Anatomy, CompiledKeep, Cost
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.search.choices import Breadth, least_bytes, list_choices
 from megatrain.plan.search.neighbours import neighbours
@@ -269,15 +269,29 @@ def test_compiled_layers_keep_what_is_counted_of_them() -> None:
     """In whole layers; what fragments keep is not counted, and taken to be what their operations keep."""
     anatomy = count()
     half = anatomy.layers[0].saved_bytes["keep"] // 2
-    keep = CompiledKeep(True, half, half, half, 0)
-    anatomy = replace(anatomy, layers=tuple(replace(layer, compiled=keep) for layer in anatomy.layers))
+    keep = CompiledKeep(
+        budget=0.5,
+        holds_input=True,
+        saved_bytes=half,
+        offloaded_bytes=half,
+        offload_copied_bytes=half,
+        offload_left_bytes=0,
+        again=Cost(matmul_flops=1e12),
+    )
+    anatomy = replace(anatomy, layers=tuple(replace(layer, compiled=(keep,)) for layer in anatomy.layers))
     saved = {}
     for compiles, fragments in ((False, False), (True, False), (False, True), (True, True)):
-        asked = request(anatomy=anatomy, compiles=compiles)
+        asked = request(anatomy=anatomy, compiles=compiles, budget=0.5)
         keeps = ("keep",) * SHAPE.num_layers
         choice = Choice(fragments=fragments, activations=keeps).with_defaults(SHAPE.num_layers, 2)
         pools = {pool.name: pool.nbytes for pool in pools_of(asked, choice) if pool.tier == "device"}
         saved[compiles, fragments] = pools["saved activations"]
+        whole = replace(asked, compiles=False, anatomy=anatomy)
+        again_s = asked.step(choice).costs.backward_s(0) - whole.step(choice).costs.backward_s(0)
+        spared_s = asked.rates.backward_s(anatomy.layers[0].backward) - whole.rates.backward_s(
+            anatomy.layers[0].backward
+        )
+        assert again_s - spared_s == pytest.approx(compiles * 1e12 / asked.rates.matmul_flops_per_s)
     boundaries = anatomy.layers[0].boundary_bytes
     assert saved[True, True] == saved[False, True]
     assert saved[False, False] - saved[True, False] >= (SHAPE.num_layers - 1) * (half - boundaries)

@@ -643,3 +643,39 @@ def test_attach_compiles_and_refuses_what_compiled_layers_cannot_do() -> None:
         attach_plainly(model, compile="on", activations="recompute_cheap")
     with pytest.raises(ConfigError, match="compile is 'yes'; use auto, on or off"):
         attach_plainly(model, compile="yes")
+
+
+# -- budgets -----------------------------------------------------------------------------------------------
+
+
+class Parted:
+    """Compiles as inductor does up to its kernels, and keeps the bytes that forwards hand over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch._inductor import compile_fx as inductor
+
+        self.budgets: set[float] = set()
+        whole = inductor.compile_fx
+
+        def lower(graph: Any, inputs: Any, **named: Any) -> Any:
+            self.budgets.add(torch._functorch.config.activation_memory_budget)
+            return whole(graph, inputs, inner_compile=lambda graph, *_, **__: graph, **named)
+
+        monkeypatch.setattr(inductor, "compile_fx", lower)
+
+
+@pytest.mark.parametrize("budget", [0.7, pytest.param(0.3, marks=pytest.mark.parity)])
+def test_layers_within_a_budget_have_the_same_bits_under_any_policy(
+    budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are close to uncompiled ones, and what they save is less."""
+    parted = Parted(monkeypatch)
+    config = FAMILIES["llama"]()
+    found = [
+        streamed(config, Compiler(budget=budget), activations=activations)
+        for activations in ("keep", "recompute", "offload")
+    ]
+    assert parted.budgets == {budget}
+    for other in found[1:]:
+        assert_equal(other, found[0])
+    assert_close(found[0], streamed(config, None))

@@ -24,9 +24,11 @@ from megatrain.plan.cost.economics import economics
 from megatrain.plan.search import verdict
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
+from megatrain.recipes import shapes
 from megatrain.train.loop import train
 from megatrain.train.planning import micro_batches, plan_report
 from megatrain.train.planning import plan_run as planning
+from megatrain.train.planning.asking import ask
 from megatrain.train.planning.plan_report import plan_text
 from megatrain.train.planning.plan_run import plan_run
 from megatrain.train.screen import doing
@@ -567,3 +569,28 @@ def test_what_a_deterministic_run_costs_is_in_its_time_or_said_to_be_unknown(
 )
 def test_sizes_are_in_units_that_people_read(nbytes: float, text: str) -> None:
     assert plan_report._tera(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "chosen"),
+    [
+        ("rtx-4090", {}, (0.7, 0.5, 0.3)),
+        ("rtx-4090", {"activation_budget": 1.0}, (1.0,)),
+        ("cpu-laptop", {}, (1.0,)),
+    ],
+)
+def test_a_budget_is_chosen_where_it_makes_a_compiled_run_faster(
+    machine: str, given: dict[str, float], chosen: tuple[float, ...], soon: None
+) -> None:
+    """And said with what was not given; one that is given is kept, and a CPU compiles nothing."""
+    raw = {
+        "model": {"path": "8b"},
+        "train": {"tokens_per_step": 8 * 1024, **given},
+        "data": {"seq_len": 1024},
+    }
+    spec = load_machine(machine).with_ram(1 << 40)
+    asked = ask(raw, spec, source="test", hf_config=shapes()["llama-8b"])
+    budget = asked.config.train.activation_budget
+    assert budget in chosen
+    assert asked.request.budget == budget
+    assert any(f"train.activation_budget={budget}" in note for note in asked.notes) == (budget < 1)

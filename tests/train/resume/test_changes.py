@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import MixtralConfig
 
-from megatrain.train.resume.changes import report_changes
+from megatrain.train.resume.changes import changed_settings, report_changes
 from tests.train.project import make_config
 
 
@@ -39,3 +39,11 @@ def test_a_run_from_before_is_told_that_the_routers_loss_is_a_mean(
         "from here on the loss of this model's routers (output_router_logits) is the mean over a step's 4 "
         "micro-batches; the version that wrote the checkpoint added it up, to 4 times the weight"
     ] * is_told
+
+
+def test_another_budget_of_compiled_layers_is_named(tmp_path: Path) -> None:
+    saved = make_config(tmp_path, train={"activation_budget": 0.5}).model_dump(mode="json")
+    swapped = make_config(tmp_path, train={"activation_budget": 0.3})
+    assert changed_settings(saved, swapped) == ["train.activation_budget 0.5 -> 0.3"]
+    left_open = make_config(tmp_path)
+    assert changed_settings(saved, left_open) == []
