@@ -69,7 +69,8 @@ class StepReport:
     """Forward and backward of all tokens that are no padding, nothing counted twice."""
     hardware_flops: float
     """What was computed: padding and recomputation too. A recomputation counts as a whole forward, though
-    torch ends it before the last product if nobody needs what that makes."""
+    torch ends it before the last product if nobody needs what that makes. What a compiled backward computes
+    again within a budget is not counted."""
     matmul_peak: float | None
     """FLOP/s of a large matrix product on the device, as measured; None: it could not be."""
     bound: Bound

@@ -160,3 +160,11 @@ def test_the_kernel_reads_each_logit_twice(form: Form, dtype: torch.dtype, monke
     row = 1000 * dtype.itemsize
     assert touched.stored == 3 * row + 3 * 4
     assert touched.loaded == 2 * 2 * row + 2 * dtype.itemsize + 3 * 8 + 2 * 4
+
+
+@pytest.mark.parametrize("target", [-1, 1000, 1 << 40])
+def test_a_target_that_is_no_token_makes_no_number(target: int) -> None:
+    with interpreted_on_cpu():
+        logits, targets = torch.zeros((2, 1000)), torch.tensor([target, 5])
+        found = linear._enter_by_kernel(logits, targets, torch.tensor(1.0), Form())
+    assert found.isnan().tolist() == [True, False]

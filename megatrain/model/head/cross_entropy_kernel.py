@@ -33,7 +33,8 @@ def cross_entropy(  # type: ignore[no-untyped-def]
 ):
     """Write the loss of a row of results, and the gradient of all results in their place.
 
-    Each program takes one row. `factor` holds the number by which all losses count.
+    Each program takes one row. `factor` holds the number by which all losses count. The loss of a target that
+    is no token is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     results += row * vocab_size
@@ -56,7 +57,9 @@ def cross_entropy(  # type: ignore[no-untyped-def]
         total = total * tl.exp(top - new) + tl.sum(tl.exp(logits - new), axis=0)
         top = new
     log_sum = top + tl.log(total)
-    tl.store(losses + row, log_sum - _logits(tl.load(results + target), scale, cap, HAS_CAP))
+    is_token = (target >= 0) & (target < vocab_size)
+    own = _logits(tl.load(results + target, mask=is_token, other=0.0), scale, cap, HAS_CAP)
+    tl.store(losses + row, tl.where(is_token, log_sum - own, float("nan")))
     weight = tl.load(factor) * scale
     for start in range(0, vocab_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)

@@ -118,7 +118,7 @@ class LinearHead:
         gradients = logits.sub_(top).exp_()
         total = gradients.sum(1, keepdim=True)
         gradients.div_(total)
-        gradients.scatter_add_(1, index, torch.full_like(own, -1.0))
+        gradients.scatter_(1, index, gradients.gather(1, index) - 1)  # adding has no deterministic form
         gradients.mul_(torch.where(is_trained, factor * form.scale, 0)[:, None])
         if slope is not None:
             gradients.mul_(slope)

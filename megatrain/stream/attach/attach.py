@@ -165,7 +165,7 @@ def attach(
     blocks = find_blocks(model, fragments=choice.fragments)
     check_choice(choice, blocks, compiles=compiles)
     check_runs(choice, job.runs.number)
-    say_how(compile, lanes.device, compiles=compiles)
+    say_how(compile, lanes.device, compiles=compiles, budget=activation_budget)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, job.precision)
     require_device_memory(blocks, layouts, lanes, choice, residents, job)

@@ -36,11 +36,13 @@ _ANY = 1 << 30
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
-def say_how(setting: str, device: torch.device, *, compiles: bool) -> None:
+def say_how(setting: str, device: torch.device, *, compiles: bool, budget: float = ALL) -> None:
     """Say at the start what a user would wonder about: a slow first step, or layers that run uncompiled."""
     if compiles:
         _log.info("layers are compiled: that is done in the first step, which takes about a minute longer")
-    elif setting == "auto" and device.type != "cpu" and vendor_of(device).has_compiler:
+    elif budget != ALL:
+        _log.warning("activation_budget is %g, but layers are not compiled: it does nothing", budget)
+    if not compiles and setting == "auto" and device.type != "cpu" and vendor_of(device).has_compiler:
         missing = missing_compiler()
         if missing is not None:
             _log.warning(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -584,6 +585,14 @@ def test_what_a_compiler_lacks_is_said(
     assert said.startswith(sentence)
 
 
+def test_a_budget_of_what_is_not_compiled_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(FAMILIES["llama"]())
+    attach_plainly(model, activation_budget=0.5).detach()
+    assert caplog.messages == ["activation_budget is 0.5, but layers are not compiled: it does nothing"]
+    with pytest.raises(ConfigError, match=r"is 1\.0, 0\.7, 0\.5 or 0\.3, not 0\.6"):
+        attach_plainly(model, activation_budget=0.6)
+
+
 # -- inductor -----------------------------------------------------------------------------------------------
 
 INDUCTOR_RUN = """
@@ -652,7 +661,9 @@ class Parted:
     """Compiles as inductor does up to its kernels, and keeps the bytes that forwards hand over."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from torch._inductor import compile_fx as inductor
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of itself
+            from torch._inductor import compile_fx as inductor
 
         self.budgets: set[float] = set()
         whole = inductor.compile_fx
