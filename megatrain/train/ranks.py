@@ -21,7 +21,7 @@ from megatrain.checkpoint.format import fingerprint
 from megatrain.checkpoint.load import verify
 from megatrain.config import Config
 from megatrain.config.choice import Choice
-from megatrain.config.decided import with_micro_batches
+from megatrain.config.decided import with_budget, with_micro_batches
 from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.sizes import counted
 from megatrain.distributed.signals import stop_signals
@@ -75,7 +75,7 @@ def settle_ranks(config: Config, ranks: Ranks | Alone) -> None:
 
 
 def agreed(ranks: Ranks | Alone, choice: Choice, config: Config) -> tuple[Choice, Config]:
-    """Return the first rank's plan: its choice, and settings with its size of micro-batches.
+    """Return the first rank's plan: its choice, and settings with its size of micro-batches and its budget.
 
     Args:
         ranks: The ranks that train together.
@@ -83,8 +83,8 @@ def agreed(ranks: Ranks | Alone, choice: Choice, config: Config) -> tuple[Choice
         config: The settings of this rank; the first one's have nothing open.
     """
     size = config.train.micro_batch_size if config.is_decided else None
-    values, size = ranks.tell([as_values(choice), size])
-    return from_values(values), with_micro_batches(config, size)
+    values, size, budget = ranks.tell([as_values(choice), size, config.train.activation_budget])
+    return from_values(values), with_budget(with_micro_batches(config, size), budget)
 
 
 @contextmanager
