@@ -41,8 +41,8 @@ class TrainConfig(Section):
     until the run has 100 steps and a pass over its data 32; if `train.steps` is given, only a pass counts."""
     micro_batch_size: OpenCount = AUTO
     """Rows of `data.seq_len` tokens in one forward and backward; where answers are judged (`train.loss`),
-    pairs or answers, of two sequences each. `auto` = as planned: the fastest of 1, 2, 4, ... 64. It changes
-    the last bits of results, so it is chosen once, and a run that goes on keeps it."""
+    pairs or answers, of two sequences each. `auto` = as planned: the fastest of 1, 2, 3, 4, 6, 8, ... 64. It
+    changes the last bits of results, so it is chosen once, and a run that goes on keeps it."""
     grad_accumulation: OpenCount = AUTO
     """Micro-batches per optimizer step. `auto` = as many as make `train.tokens_per_step`."""
     seed: Seed = 0
