@@ -31,6 +31,7 @@ class InChunks:
         _: int,
         *,
         is_fused: bool = False,
+        is_plain: bool = True,
     ) -> None:
         """Run the model.
 
@@ -41,6 +42,7 @@ class InChunks:
             batch: The micro-batch.
             total: The number by which the loss is divided.
             is_fused: Whether gradients are those of `LinearHead`, not of `torch.autograd.grad`.
+            is_plain: Whether the head's own weights add up in `sums`; otherwise they are rounded too.
         """
         labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].reshape(1, -1)
         given = {name: value for name, value in batch.items() if name != "labels"}
@@ -49,7 +51,7 @@ class InChunks:
         self._hidden_grad = torch.empty_like(self._hidden).flatten(0, 1)
         head = model.get_output_embeddings()
         self._weights = list(head.parameters())
-        is_tied = head.weight is model.get_input_embeddings().weight
+        is_tied = head.weight is model.get_input_embeddings().weight or not is_plain
         self._sums = {id(weight): torch.zeros_like(weight, dtype=torch.float32) for weight in self._weights}
         for key, held in self._sums.items():
             if not is_tied:
@@ -105,7 +107,12 @@ class InChunks:
 
 @contextmanager
 def heads_in_chunks(
-    reference: Resident, model: PreTrainedModel, where: str = "tests.reference", *, is_fused: bool = False
+    reference: Resident,
+    model: PreTrainedModel,
+    where: str = "tests.reference",
+    *,
+    is_fused: bool = False,
+    is_plain: bool = True,
 ) -> Iterator[None]:
     """Let the head of a resident reference run in chunks.
 
@@ -114,13 +121,16 @@ def heads_in_chunks(
         model: What it computes with.
         where: The module of its `forward_backward`.
         is_fused: As in `InChunks`.
+        is_plain: As there.
     """
     run, names = reference.forward_backward, {id(p): name for name, p in model.named_parameters()}
 
     def forward_backward(batches: Sequence[Batch], seeds: Sequence[int] | None = None) -> Tensor:
         sums: dict[int, Tensor] = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{where}.loss_in_step", partial(InChunks, sums, is_fused=is_fused))
+            patch.setattr(
+                f"{where}.loss_in_step", partial(InChunks, sums, is_fused=is_fused, is_plain=is_plain)
+            )
             loss = run(batches, seeds)
         for key, held in sums.items():
             dtype = model.get_parameter(names[key]).dtype

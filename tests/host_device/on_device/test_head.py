@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatrain.model.head.head import count_targets
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import row_losses
 from tests.chunked import CHUNK, heads_in_chunks
@@ -16,8 +18,8 @@ from tests.host_device.device import TYPE
 from tests.host_device.on_device import resident
 from tests.host_device.on_device.resident import ResidentOnDevice
 from tests.products import every_pair
-from tests.reference import attach_plainly, make_batches, make_model
-from tests.stream.runs import HYPER, assert_same_steps
+from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
+from tests.stream.runs import HYPER, assert_same_gradients, assert_same_steps
 
 
 @every_pair(
@@ -47,6 +49,30 @@ def test_its_steps_equal_a_resident_model_s(
     with heads_in_chunks(reference, reference.there, resident.__name__, is_fused=True):
         assert_same_steps(engine, optimizer, reference, num_micro_batches=num_micro_batches)
     assert engine.counts.chunked_tokens == 2 * num_micro_batches * 32
+    assert engine.counts.rerun_tokens == 0
+    engine.detach()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_loss_that_somebody_makes_of_it_is_rounded_in_each_micro_batch(family: str) -> None:
+    model = make_model(FAMILIES[family]())
+    reference = ResidentOnDevice(model, precision="bf16", **HYPER)
+    engine = attach_plainly(
+        model, device=TYPE, precision="bf16", num_micro_batches=3, lockstep=3, head_chunk_tokens=CHUNK
+    )
+    batches = make_batches(3)
+    total = torch.tensor(sum(count_targets(batch) for batch in batches))
+    with heads_in_chunks(reference, reference.there, resident.__name__, is_fused=True, is_plain=False):
+        expected = reference.forward_backward(batches)
+    given = [{**batch, "num_items_in_batch": total} for batch in batches]
+
+    def loss(batch: Any) -> Tensor:
+        value: Tensor = model(**batch).loss
+        return value
+
+    found = engine.run_losses([partial(loss, batch) for batch in given], only_loss=True)
+    assert_same_bits(torch.stack(found).sum().cpu(), expected, "loss")
+    assert_same_gradients(engine, reference.sums)
     assert engine.counts.rerun_tokens == 0
     engine.detach()
 
