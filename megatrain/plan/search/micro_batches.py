@@ -7,7 +7,7 @@ is of the size that does best.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatrain.model.profile.anatomy import Anatomy
@@ -18,21 +18,18 @@ _LOOK_OPERATIONS = 4_000
 """The budget of the search for each size, in operations that are timed."""
 
 _TOLERANCE = 0.01
-"""The difference of step times below which the smaller of two sizes is taken."""
+"""The difference of step times below which the smaller of two sizes is taken, and the larger budget."""
 
 
-def fastest(requests: Sequence[Request]) -> Request:
-    """Return the request whose plan should be the fastest; the first one if none fits.
+def looked_s(request: Request) -> float:
+    """Return the seconds of a step as a search that ends soon finds it; infinite if nothing fits."""
+    found = search(request, budget=_LOOK_OPERATIONS)
+    return float("inf") if found is None else found.step.step_s
 
-    Args:
-        requests: The requests for the same step in micro-batches of another size each, the smallest first.
-    """
-    best, best_s = requests[0], float("inf")
-    for request in requests:
-        found = search(request, budget=_LOOK_OPERATIONS)
-        if found is not None and found.step.step_s < best_s * (1 - _TOLERANCE):
-            best, best_s = request, found.step.step_s
-    return best
+
+def is_faster(seconds: float, than_s: float) -> bool:
+    """Return whether a larger size, or a smaller budget, is worth it."""
+    return seconds < than_s * (1 - _TOLERANCE)
 
 
 def in_smaller_micro_batches(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Request]:

@@ -1,16 +1,19 @@
-"""The size of a run's micro-batches and the budget of its compiled layers, where settings leave them open."""
+"""The size of a run's micro-batches and the budget of its compiled layers, where settings leave them open.
+
+What each comes to is looked at, the most telling first: powers of two, what lies between the best of them
+and its neighbours, the budgets at the size that is found, and larger sizes with what these leave free.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Iterable
 
 from megatrain.config import Config
 from megatrain.config.budgets import ALL, BUDGETS
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import micro_batch_sizes, with_budget, with_micro_batches
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.plan.search.micro_batches import fastest
+from megatrain.plan.search.micro_batches import is_faster, looked_s
 from megatrain.plan.search.request import Request
 from megatrain.train.planning.counting import PlannedModel
 
@@ -22,8 +25,6 @@ def with_fastest_size(
     config: Config, model: PlannedModel, device_type: str, ask: Callable[[Config, Anatomy], Request]
 ) -> Config:
     """Return settings in which nothing is open, since the planner has chosen size and budget.
-
-    The size is chosen first, for layers that keep all. A smaller budget has to be faster.
 
     Args:
         config: The settings, in which the step and `parallel.shards` are decided.
@@ -38,23 +39,68 @@ def with_fastest_size(
     given = config.train.activation_budget
     base = config if given != AUTO else with_budget(config, ALL)
     if config.is_decided:
-        decided = [base]
+        decided = {config.train.micro_batch_size: base}
     else:
         sizes = micro_batch_sizes(config, config.parallel.shards or 1)
-        decided = [with_micro_batches(base, size) for size in sizes]
+        decided = {size: with_micro_batches(base, size) for size in sizes}
     if len(decided) == 1 and (given != AUTO or device_type == "cpu"):
-        return decided[0]
-    anatomies = model.count_each(decided, device_type)
-    asked = list(zip(decided, anatomies, strict=True))
-    place = _fastest([ask(*each) for each in asked])
-    counts = [layer.compiled for layer in anatomies[place].layers]
-    if given != AUTO or not ask(*asked[place]).compiles or not any(counts):
-        return decided[place]
-    others = product(BUDGETS[1:], asked[place : place + 1 + _LARGER_SIZES])
-    asked = [asked[place], *((with_budget(each, budget), anatomy) for budget, (each, anatomy) in others)]
-    return asked[_fastest([ask(*each) for each in asked])][0]
+        return next(iter(decided.values()))
+    looks = _Looks(decided, model, device_type, ask)
+    sizes = list(decided)
+    size = looks.best_size([each for each in sizes if each & (each - 1) == 0] or sizes)
+    place = sizes.index(size)
+    size = looks.best_size(sizes[max(0, place - 1) : place + 2])
+    if given != AUTO or not looks.compiles(size):
+        return decided[size]
+    seconds = {budget: looks.seconds(size, budget) for budget in BUDGETS}
+    budget = ALL
+    for smaller in BUDGETS[1:]:
+        if is_faster(seconds[smaller], seconds[budget]):
+            budget = smaller
+    if budget != ALL:
+        place = sizes.index(size)
+        size = looks.best_size(sizes[place : place + 1 + _LARGER_SIZES], budget)
+    return with_budget(decided[size], budget)
 
 
-def _fastest(requests: list[Request]) -> int:
-    """Return the place of the request whose plan should be the fastest."""
-    return 0 if len(requests) == 1 else requests.index(fastest(requests))
+class _Looks:
+    """What is known of the sizes and budgets that were looked at."""
+
+    def __init__(
+        self,
+        decided: dict[int, Config],
+        model: PlannedModel,
+        device_type: str,
+        ask: Callable[[Config, Anatomy], Request],
+    ) -> None:
+        self._decided, self._model, self._device_type, self._ask = decided, model, device_type, ask
+        self._known: dict[tuple[int, float | None], float] = {}
+
+    def best_size(self, sizes: Iterable[int], budget: float | None = None) -> int:
+        """Return the fastest of some sizes, the smallest first; those that are alike are counted at once."""
+        sizes = list(sizes)
+        self._model.count_each([self._decided[size] for size in sizes], self._device_type)
+        best = sizes[0]
+        for size in sizes[1:]:
+            if is_faster(self.seconds(size, budget), self.seconds(best, budget)):
+                best = size
+        return best
+
+    def seconds(self, size: int, budget: float | None = None) -> float:
+        """Return the seconds of a step; `budget`: another one than that of the settings."""
+        if budget is not None and self._decided[size].train.activation_budget == budget:
+            budget = None
+        key = size, budget
+        if key not in self._known:
+            self._known[key] = looked_s(self._request(size, budget))
+        return self._known[key]
+
+    def compiles(self, size: int) -> bool:
+        """Return whether layers are compiled, and it is known what they keep."""
+        request = self._request(size, None)
+        return request.compiles and any(layer.compiled for layer in request.anatomy.layers)
+
+    def _request(self, size: int, budget: float | None) -> Request:
+        config = self._decided[size]
+        anatomy = self._model.count(config, self._device_type)
+        return self._ask(config if budget is None else with_budget(config, budget), anatomy)
