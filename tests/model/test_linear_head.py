@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CohereConfig, PreTrainedModel
+from transformers import CohereConfig, PreTrainedModel, Qwen2_5_VLConfig
 
 from megatrain.model.head import linear
 from megatrain.model.head.form import Form, form_of, linear_of
@@ -168,3 +168,8 @@ def test_a_target_that_is_no_token_makes_no_number(target: int) -> None:
         logits, targets = torch.zeros((2, 1000)), torch.tensor([target, 5])
         found = linear._enter_by_kernel(logits, targets, torch.tensor(1.0), Form())
     assert found.isnan().tolist() == [True, False]
+
+
+def test_a_configuration_that_makes_no_small_model_has_no_form() -> None:
+    """Such as that of a language model with eyes: its head runs by the model's own code."""
+    assert form_of(Qwen2_5_VLConfig()) is None

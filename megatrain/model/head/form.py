@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from megatrain.errors import ModelError
 from megatrain.model.small import SPECIAL_TOKENS, try_small_model
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def form_of(config: PretrainedConfig) -> Form | None:
             _FOUND.clear()
         try:
             _FOUND[key] = try_small_model(config, _look)
-        except ModelError as error:
+        except Exception as error:  # of a model with other parts, whose configuration makes no small one
             _log.debug("the head of %s is not known: %s", config.model_type, error)
             _FOUND[key] = None
     return _FOUND[key]
