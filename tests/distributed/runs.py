@@ -15,6 +15,7 @@ from megatrain import files
 from megatrain.checkpoint.load import newest_whole
 from megatrain.layout import drive_chunks
 from megatrain.layout.host_buffers import PAGE_BYTES
+from megatrain.plan.search.request import Request
 from megatrain.store import on_drives
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Placement
@@ -108,7 +109,7 @@ def train_at_defaults(
         ranks: That train together.
         root: Directory of the model and the text.
         out: Run directory in it.
-        likes: Among the sizes, the smallest first, which is fastest.
+        likes: The size, in rows, near which it is fastest.
         resume: As of `train`.
 
     Returns:
@@ -122,7 +123,11 @@ def train_at_defaults(
         checkpoint={"every": 2},
         optim={"warmup_steps": 0},
     )
-    with patch("megatrain.train.planning.micro_batches.fastest", lambda requests: requests[likes]):
+
+    def seconds(request: Request) -> float:
+        return 1.0 + abs(request.batch.micro_batch_size - likes)
+
+    with patch("megatrain.train.planning.micro_batches.looked_s", seconds):
         run = train(config, resume=resume, caller=Caller(counts=Path(root)), ranks=ranks)
     newest = newest_whole(run / "checkpoints", warn=lambda *_: None, digests=False)
     assert newest is not None

@@ -74,15 +74,15 @@ def test_a_run_at_defaults_keeps_its_step_on_other_machines_and_ranks(
 ) -> None:
     """The size of micro-batches was chosen for the first machine; the others would choose another."""
     root = str(tmp_path)
-    chosen = train_at_defaults(None, root=root, out="whole", likes=-1)
+    chosen = train_at_defaults(None, root=root, out="whole", likes=64)
     tokens, size, number = chosen
     assert (tokens, size * number * 32) == (tokens, tokens)
-    assert train_at_defaults(None, root=root, out="other", likes=0)[1] == 1 < size
+    assert train_at_defaults(None, root=root, out="other", likes=1)[1] == 1 < size
     middle = str(tmp_path / "whole/checkpoints/step-00000002")
-    elsewhere: dict[str, Any] = {"root": root, "likes": 0, "resume": middle}
+    elsewhere: dict[str, Any] = {"root": root, "likes": 1, "resume": middle}
     assert train_at_defaults(None, out="moved", **elsewhere) == chosen
     standing(2).run(train_at_defaults, out="two", **elsewhere)
-    anew = standing(2).run(train_at_defaults, root=root, out="anew", likes=-1)
+    anew = standing(2).run(train_at_defaults, root=root, out="anew", likes=64)
     assert anew == [chosen, chosen], "two may begin a run as well as go on with one"
     whole = load_file(tmp_path / "whole/hf/model.safetensors")
     for name in ("moved", "two", "anew"):
