@@ -25,7 +25,7 @@ def head(record: Record, is_dry: bool) -> None:
     import torch
 
     from megatrain.model.head.head import LOGITS_BYTES
-    from megatrain.model.head.linear import runs_kernel, why_no_kernel
+    from megatrain.model.head.linear import runs_kernel, why_not_fused
 
     device = device_of(is_dry)
     tokens, width, vocab_size = DRY if is_dry else (TOKENS, WIDTH, VOCAB_SIZE)
@@ -39,7 +39,7 @@ def head(record: Record, is_dry: bool) -> None:
         width=width,
         vocab_size=vocab_size,
         chunk_tokens=chunk,
-        kernel="Triton" if runs_kernel(device) else why_no_kernel(device.type) if not is_dry else "none",
+        kernel="Triton" if runs_kernel(device) else why_not_fused(device.type) if not is_dry else "none",
     )
     ways: dict[str, Callable[[], Made]] = {
         "own": lambda: of_autograd(hidden, weight, targets, chunk),

@@ -166,12 +166,7 @@ def _config(model: str, layers: int) -> PretrainedConfig:
 def _count(model: str, layers: int, micro_batch_size: int, seq_len: int) -> Anatomy:
     config = _config(model, layers)
     # none of these runs its head's forward again: a kernel like ours makes the gradient of the logits
-    return count_anatomy(
-        config,
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        precision="bf16",
-    )
+    return count_anatomy(config, micro_batch_size=micro_batch_size, seq_len=seq_len, precision="bf16")
 
 
 def anatomy_of(row: Row) -> Anatomy:

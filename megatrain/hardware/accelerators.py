@@ -307,6 +307,34 @@ def triton_options(kind: str) -> Mapping[str, bool] | None:
     return VENDORS[kind].triton if kind in VENDORS else None
 
 
+def why_no_kernel(kind: str, try_it: Callable[[torch.device], str], instead: str) -> str | None:
+    """Return why one of our Triton kernels does not run on a kind of device; None: it does.
+
+    A kernel that fails, or whose results are wrong, is warned of.
+
+    Args:
+        kind: The kind of device, in torch's words.
+        try_it: The trial, on a device, which says what is wrong with the kernel's results; empty: nothing.
+        instead: What happens then, in the words of the warning.
+    """
+    import torch
+
+    if triton_options(kind) is None:
+        return f"Triton is not used on {kind}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        wrong = try_it(torch.device(kind, torch.accelerator.current_device_index()))
+    except Exception as error:  # of a compiler, a driver or another version of Triton: anything
+        said = (str(error).strip() or "nothing said").splitlines()[0]
+        wrong = f"fails ({type(error).__name__}: {said})"
+    if not wrong:
+        return None
+    reason = f"Triton's kernel {wrong}"
+    _log.warning("%s: %s, which takes longer", reason, instead)
+    return reason
+
+
 def can_compile(device: torch.device) -> bool:
     """Whether layers may be compiled for a device where that is left open.
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.config.budgets import ALL
-from megatrain.config.choice import AUTO, Choice
+from megatrain.config.choice import Choice
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.model.adapters.adapt import adapters_off
 from megatrain.model.documents.able import has_varlen, say_masked
@@ -86,7 +85,7 @@ def make_engine(
         choice,
         device=config.train.device,
         compile=config.train.compile,
-        activation_budget=ALL if config.train.activation_budget == AUTO else config.train.activation_budget,
+        activation_budget=config.activation_budget,
         deterministic=config.train.deterministic,
         device_limit=memory.device_budget,
         **settings,

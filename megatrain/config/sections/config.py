@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from megatrain.config.adaptation import Adaptation
+from megatrain.config.budgets import ALL
 from megatrain.config.choice import (
     AUTO,
     BOUNDARIES,
@@ -291,6 +292,11 @@ class Config(Section):
     def optimizer(self) -> Optimizer:
         """The optimizer, with its state in the format that is set."""
         return find(self.optim.name, self.optim.state)
+
+    @property
+    def activation_budget(self) -> float:
+        """The budget of compiled layers: all that they would keep, where it is left open."""
+        return ALL if self.train.activation_budget == AUTO else self.train.activation_budget
 
     @property
     def batch(self) -> StepBatch:

@@ -7,19 +7,15 @@ up over chunks in fp32, some rows of the vocabulary at a time.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.hardware.accelerators import triton_options
+from megatrain.hardware.accelerators import why_no_kernel
 from megatrain.model.head.form import Form
 from megatrain.model.shares import IGNORED
-
-_log = logging.getLogger(__name__)
 
 _PIECE_NUMEL = 1 << 23
 """Logits that are in fp32 at a time where torch's operations compute: what they pass on stays in a cache."""
@@ -152,27 +148,18 @@ def runs_kernel(device: torch.device) -> bool:
     The first call for a kind of device tries the kernel there. One that fails, or is far from torch's
     operations, is not used, and a warning says so once.
     """
-    return device.type != "cpu" and why_no_kernel(device.type) is None
+    return device.type != "cpu" and why_not_fused(device.type) is None
 
 
 @cache
-def why_no_kernel(kind: str) -> str | None:
+def why_not_fused(kind: str) -> str | None:
     """Return why torch's operations compute cross-entropy on a kind of device; None: the kernel does."""
-    if triton_options(kind) is None:
-        return f"Triton is not used on {kind}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        difference = try_kernel(torch.device(kind, torch.accelerator.current_device_index()))
-    except Exception as error:  # of a compiler, a driver or another version of Triton: anything
-        said = (str(error).strip() or "nothing said").splitlines()[0]
-        reason = f"Triton's kernel fails ({type(error).__name__}: {said})"
-    else:
-        if difference <= 1e-5:
-            return None
-        reason = f"Triton's kernel is wrong by {difference:.1e}"
-    _log.warning("%s: cross-entropy is computed by torch's operations, which take longer", reason)
-    return reason
+
+    def try_it(device: torch.device) -> str:
+        difference = try_kernel(device)
+        return "" if difference <= 1e-5 else f"is wrong by {difference:.1e}"
+
+    return why_no_kernel(kind, try_it, "cross-entropy is computed by torch's operations")
 
 
 def try_kernel(device: torch.device) -> float:

@@ -7,8 +7,6 @@ installed, and by a trial.
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Iterable
 from functools import cache
 
@@ -16,11 +14,9 @@ import torch
 from torch import Tensor
 
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
-from megatrain.hardware.accelerators import triton_options
+from megatrain.hardware.accelerators import triton_options, why_no_kernel
 from megatrain.optim.adamw.device import update_on_device
 from megatrain.optim.adamw.host import AdamWStep, Planes
-
-_log = logging.getLogger(__name__)
 
 ROWS = 4
 """Rows of `SCALE_NUMEL` elements that a program takes: with four warps, eight elements per thread."""
@@ -93,21 +89,11 @@ def fuses_updates(device: torch.device) -> bool:
 @cache
 def why_not_fused(kind: str) -> str | None:
     """Return why torch's operations update blocks on a kind of device; None: the kernel does."""
-    if triton_options(kind) is None:
-        return f"Triton is not used on {kind}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        is_equal = _try(torch.device(kind, torch.accelerator.current_device_index()))
-    except Exception as error:  # of a compiler, a driver or another version of Triton: anything
-        said = (str(error).strip() or "nothing said").splitlines()[0]
-        reason = f"Triton's kernel fails ({type(error).__name__}: {said})"
-    else:
-        if is_equal:
-            return None
-        reason = "Triton's kernel gives other bits than torch's operations"
-    _log.warning("%s: blocks on the device are updated by torch's operations, which take longer", reason)
-    return reason
+    return why_no_kernel(
+        kind,
+        lambda device: "" if _try(device) else "gives other bits than torch's operations",
+        "blocks on the device are updated by torch's operations",
+    )
 
 
 def _try(device: torch.device) -> bool:

@@ -262,7 +262,7 @@ def make_request(
         compiles=config.choice.is_compiled(
             config.train.compile, can_compile=spec.has_accelerator if can_compile is None else can_compile
         ),
-        budget=ALL if config.train.activation_budget == AUTO else config.train.activation_budget,
+        budget=config.activation_budget,
         fuses=config.model.kernels == "liger",
         deterministic=config.train.deterministic,
         device_limit=config.memory.device_budget,
@@ -304,7 +304,7 @@ def _defaults_note(given: Config, config: Config) -> list[str]:
         keys.append("train.tokens_per_step")
     if train.grad_accumulation == AUTO:
         keys.append("train.micro_batch_size")
-    if config.train.activation_budget not in (AUTO, ALL):
+    if config.activation_budget != ALL:
         keys.append("train.activation_budget")
     then, now = (each.model_dump(mode="json") for each in (given, config))
     chosen = [

@@ -6,7 +6,7 @@ and its neighbours, the budgets at the size that is found, and larger sizes with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from megatrain.config import Config
 from megatrain.config.budgets import ALL, BUDGETS
@@ -36,26 +36,24 @@ def with_fastest_size(
         ConfigError: The step cannot be shared out.
         ModelError: The model cannot be counted.
     """
-    given = config.train.activation_budget
-    base = config if given != AUTO else with_budget(config, ALL)
+    is_open, budget = config.train.activation_budget == AUTO, config.activation_budget
+    base = with_budget(config, budget)
     if config.is_decided:
         decided = {config.train.micro_batch_size: base}
     else:
         sizes = micro_batch_sizes(config, config.parallel.shards or 1)
         decided = {size: with_micro_batches(base, size) for size in sizes}
-    if len(decided) == 1 and (given != AUTO or device_type == "cpu"):
+    if len(decided) == 1 and (not is_open or device_type == "cpu"):
         return next(iter(decided.values()))
     looks = _Looks(decided, model, device_type, ask)
     sizes = list(decided)
-    size = looks.best_size([each for each in sizes if each & (each - 1) == 0] or sizes)
+    size = looks.best_size([each for each in sizes if each & (each - 1) == 0] or sizes, budget)
     place = sizes.index(size)
-    size = looks.best_size(sizes[max(0, place - 1) : place + 2])
-    if given != AUTO or not looks.compiles(size):
+    size = looks.best_size(sizes[max(0, place - 1) : place + 2], budget)
+    if not is_open or not looks.compiles(size, budget):
         return decided[size]
-    seconds = {budget: looks.seconds(size, budget) for budget in BUDGETS}
-    budget = ALL
     for smaller in BUDGETS[1:]:
-        if is_faster(seconds[smaller], seconds[budget]):
+        if is_faster(looks.seconds(size, smaller), looks.seconds(size, budget)):
             budget = smaller
     if budget != ALL:
         place = sizes.index(size)
@@ -74,11 +72,10 @@ class _Looks:
         ask: Callable[[Config, Anatomy], Request],
     ) -> None:
         self._decided, self._model, self._device_type, self._ask = decided, model, device_type, ask
-        self._known: dict[tuple[int, float | None], float] = {}
+        self._known: dict[tuple[int, float], float] = {}
 
-    def best_size(self, sizes: Iterable[int], budget: float | None = None) -> int:
+    def best_size(self, sizes: Sequence[int], budget: float) -> int:
         """Return the fastest of some sizes, the smallest first; those that are alike are counted at once."""
-        sizes = list(sizes)
         self._model.count_each([self._decided[size] for size in sizes], self._device_type)
         best = sizes[0]
         for size in sizes[1:]:
@@ -86,21 +83,18 @@ class _Looks:
                 best = size
         return best
 
-    def seconds(self, size: int, budget: float | None = None) -> float:
-        """Return the seconds of a step; `budget`: another one than that of the settings."""
-        if budget is not None and self._decided[size].train.activation_budget == budget:
-            budget = None
+    def seconds(self, size: int, budget: float) -> float:
+        """Return the seconds of a step."""
         key = size, budget
         if key not in self._known:
             self._known[key] = looked_s(self._request(size, budget))
         return self._known[key]
 
-    def compiles(self, size: int) -> bool:
+    def compiles(self, size: int, budget: float) -> bool:
         """Return whether layers are compiled, and it is known what they keep."""
-        request = self._request(size, None)
+        request = self._request(size, budget)
         return request.compiles and any(layer.compiled for layer in request.anatomy.layers)
 
-    def _request(self, size: int, budget: float | None) -> Request:
-        config = self._decided[size]
-        anatomy = self._model.count(config, self._device_type)
-        return self._ask(config if budget is None else with_budget(config, budget), anatomy)
+    def _request(self, size: int, budget: float) -> Request:
+        config = with_budget(self._decided[size], budget)
+        return self._ask(config, self._model.count(config, self._device_type))
