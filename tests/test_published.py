@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published.held_out import group_of
 from benchmarks.published.predict import MEDIAN, WORST, Prediction, machine_rows, prediction, predictions
-from benchmarks.published.rows import Row, rows, scaling_rows, system_of
+from benchmarks.published.rows import Row, held_out_rows, machine_named, rows, scaling_rows, system_of
 from benchmarks.published.scaling import OFF, scaled, scaled_rows
 from megatrain.hardware import load_machine, machine_names
 from megatrain.train.planning.plan_run import rates_note
@@ -130,3 +131,23 @@ def test_every_row_of_several_gpus_is_predicted_as_saved() -> None:
     for one, before in zip(scaled_rows(), saved, strict=True):
         assert one.error == pytest.approx(before["error"], abs=1e-3), one.row
         assert not one.row.is_fitted or abs(one.error) < FITTED
+
+
+HELD_OUT = {"llm-foundry on 8xa100": 61, "llm-foundry on 8xa100-40gb": 78, "llm-foundry on 8xh100": 37}
+"""Groups that are scored, with their number of rows."""
+
+
+def test_no_group_that_is_held_out_has_a_row_anywhere_else() -> None:
+    """A rate that was chosen with one row of a group would be judged by that group's others."""
+    scored = [row for row in held_out_rows() if not row.left_out]
+    assert {name: [group_of(row) for row in scored].count(name) for name in HELD_OUT} == HELD_OUT
+    assert {group_of(row) for row in scored} == set(HELD_OUT)
+    assert not {row.system for row in scored} & {row.system for row in (*rows(), *scaling_rows())}
+    for row in held_out_rows():
+        system_of(row)
+        assert not row.is_fitted
+        if row.left_out:
+            assert row.left_out.endswith("not published") or row.left_out == "fp8"
+        else:
+            assert machine_named(row.machine).num_gpus == row.gpus
+            assert row.tokens == row.seq_len * row.micro_batch_size * row.num_micro_batches * 8 * row.nodes

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import HardwareSpec, load_machine
@@ -26,6 +27,7 @@ from megatrain.plan.cost.step_time import Step
 
 _ROWS = Path(__file__).parent / "rows.json"
 _SCALING = Path(__file__).parent / "scaling.json"
+_HELD_OUT = Path(__file__).parent / "held_out.json"
 _HOST_SHARE = 0.8
 """Of the host memory's rate, what updates reach: as in the machine files."""
 _FLASH2 = ("a100", "rtx-3090", "rtx-5090")
@@ -60,6 +62,10 @@ class System:
     """A layer is gathered when it is needed, and computing waits for it."""
     is_deterministic: bool = False
     """FlashAttention-2's backward runs in its deterministic mode."""
+    attention_share: float | None = None
+    """The rate of its attention over that of FlashAttention-2; None: the machine's own."""
+    fuses_head: bool | None = None
+    """Operations of head and loss are joined; None: as those of layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,42 +119,67 @@ class Row:
 
 
 @cache
-def _read() -> tuple[dict[str, System], dict[str, list[int]], tuple[Row, ...]]:
-    raw = json.loads(_ROWS.read_text())
-    systems = {name: System(**fields) for name, fields in raw["systems"].items()}
-    return systems, raw["models"], tuple(Row(**fields) for fields in raw["rows"])
+def _read(path: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(path.read_text()))
+
+
+@cache
+def _rows_of(path: Path) -> tuple[Row, ...]:
+    return tuple(Row(**fields) for fields in _read(path)["rows"])
 
 
 def rows() -> Iterator[Row]:
     """Yield all rows of one GPU, those left out too."""
-    yield from _read()[2]
+    yield from _rows_of(_ROWS)
 
 
-@cache
 def scaling_rows() -> tuple[Row, ...]:
     """Return the rows of several GPUs, those left out too."""
-    return tuple(Row(**fields) for fields in json.loads(_SCALING.read_text())["rows"])
+    return _rows_of(_SCALING)
+
+
+def held_out_rows() -> tuple[Row, ...]:
+    """Return the rows that nothing is fitted to and no model was made with, those left out too."""
+    return _rows_of(_HELD_OUT)
 
 
 def machine_named(name: str) -> HardwareSpec:
-    """Return a bundled machine, or one of those that `scaling.json` describes as another with some fields."""
-    described = json.loads(_SCALING.read_text())["machines"]
+    """Return a bundled machine, or one of those that a file of rows describes as another with some fields."""
+    described = _read(_SCALING)["machines"] | _read(_HELD_OUT)["machines"]
     if name not in described:
         return load_machine(name)
     changes = {key: value for key, value in described[name].items() if key not in ("of", "sources")}
     base = load_machine(described[name]["of"])
-    rates = {**base.matmul_flops_per_s, **changes.pop("matmul_flops_per_s")}
+    rates = {**base.matmul_flops_per_s, **changes.pop("matmul_flops_per_s", {})}
     return replace(base, name=name, matmul_flops_per_s=rates, **changes)
 
 
+@cache
 def system_of(row: Row) -> System:
     """Return what is known of a row's system."""
-    return _read()[0][row.system]
+    return System(**{**_read(_HELD_OUT)["systems"], **_read(_ROWS)["systems"]}[row.system])
+
+
+def _sizes(model: str) -> list[int]:
+    return cast(list[int], {**_read(_HELD_OUT)["models"], **_read(_ROWS)["models"]}[model])
 
 
 @cache
 def _config(model: str, layers: int) -> PretrainedConfig:
-    hidden, intermediate, own_layers, heads, groups, vocab = _read()[1][model]
+    hidden, intermediate, own_layers, heads, groups, vocab = _sizes(model)
+    if model.startswith("MPT"):  # learned positions, no gates, a head that shares the embedding's weight
+        return GPT2Config(
+            n_embd=hidden,
+            n_inner=intermediate,
+            n_layer=own_layers,
+            n_head=heads,
+            vocab_size=vocab,
+            n_positions=1 << 16,
+            activation_function="gelu",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
     kind = Qwen2Config if model.startswith("Qwen2") else LlamaConfig
     return kind(
         hidden_size=hidden,
@@ -219,7 +250,9 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
     system = system_of(row)
     spec = replace(spec, launches_per_s=None)  # none is bound by launches: large batches, or no Python
     if system.is_deterministic and row.machine in _FLASH2:
-        spec = deterministic_spec(spec, row.micro_batch_size * _read()[1][row.model][3])
+        spec = deterministic_spec(spec, row.micro_batch_size * _sizes(row.model)[3])
+    if system.attention_share is not None:
+        spec = _with_attention(spec, system.attention_share * spec.flash2_share)
     if system.stages_weights:
         nbytes = anatomy_of(row).layers[0].fragments
         staged_s = (
@@ -246,6 +279,16 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
     return _on_devices(spec) if row.gpus * row.nodes > 1 and not system.update_bytes else spec
 
 
+def _with_attention(spec: HardwareSpec, share: float) -> HardwareSpec:
+    """Return a machine with a slower kernel for attention."""
+    backward = spec.attention_backward_flops_per_s or spec.attention_flops_per_s
+    return replace(
+        spec,
+        attention_flops_per_s={key: rate * share for key, rate in spec.attention_flops_per_s.items()},
+        attention_backward_flops_per_s={key: rate * share for key, rate in backward.items()},
+    )
+
+
 def _on_devices(spec: HardwareSpec) -> HardwareSpec:
     """Return a machine whose weights and gradients stay on its devices, where copies and updates are."""
     memory = tuple(replace(node, bytes_per_s=1e15) for node in spec.memory)
@@ -256,9 +299,10 @@ def _on_devices(spec: HardwareSpec) -> HardwareSpec:
 def step_of(row: Row, spec: HardwareSpec, kernels: Kernels | None = None) -> Step:
     """Return the step that the planner prices for a row, with its system's kernels or others."""
     system, anatomy = system_of(row), anatomy_of(row)
+    is_fused = system.is_fused if row.is_fused is None else row.is_fused
     kernels = kernels or Kernels(
-        fuses_layers=system.is_fused if row.is_fused is None else row.is_fused,
-        fuses_head=system.is_fused if row.is_fused is None else row.is_fused,
+        fuses_layers=is_fused,
+        fuses_head=is_fused if system.fuses_head is None else system.fuses_head,
         device_update_bytes=_FUSED_UPDATE_BYTES,
         sum_bytes=system.sum_bytes,
     )
