@@ -53,7 +53,7 @@ def group_of(row: Row) -> str:
 
 
 def held_out(machines: Sequence[str] = ()) -> Iterator[HeldOut]:
-    """Yield the rows of some machines, or of all, with what the planner says; those left out are not there."""
+    """Yield the rows of some machines, or of all, with what the planner says, without those left out."""
     for row in held_out_rows():
         if row.left_out or (machines and row.machine not in machines):
             continue
