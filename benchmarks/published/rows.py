@@ -8,6 +8,7 @@ over.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.hardware import HardwareSpec, load_machine
+from megatrain.hardware import HardwareSpec, MemoryNode, load_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.cost.deterministic import deterministic_spec
@@ -32,6 +33,8 @@ _HOST_SHARE = 0.8
 """Of the host memory's rate, what updates reach: as in the machine files."""
 _FLASH2 = ("a100", "rtx-3090", "rtx-5090")
 """Devices whose attention is FlashAttention-2."""
+_TIED = ("Qwen3-1.7B",)
+"""Models whose head has the embedding's weight in the rows as they were run."""
 _FUSED_UPDATE_BYTES = 30
 """Device memory that one fused kernel of AdamW touches per parameter, at most."""
 
@@ -54,10 +57,13 @@ class System:
     state_up: float = 0.0
     """Bytes per parameter that come to the device for its update, and that go back."""
     state_down: float = 0.0
+    updates_at_once: bool = False
+    """Each block is updated right after its last backward, so that nothing can be clipped."""
     reads_host: bool = False
     """Of several GPUs, each reads whole layers from host memory, and sums pass it: nothing is gathered."""
     collective_bytes_per_s: float | None = None
-    """What its collectives reach where GPUs have no access to each other; None: copies at the links' rate."""
+    """What all GPUs of a node without access to each other reach together in its collectives, through host
+    memory; None: copies at the links' rate."""
     gathers_late: bool = False
     """A layer is gathered when it is needed, and computing waits for it."""
     is_deterministic: bool = False
@@ -149,6 +155,8 @@ def machine_named(name: str) -> HardwareSpec:
     if name not in described:
         return load_machine(name)
     changes = {key: value for key, value in described[name].items() if key not in ("of", "sources")}
+    if "memory" in changes:
+        changes["memory"] = tuple(MemoryNode(**node) for node in changes["memory"])
     base = load_machine(described[name]["of"])
     rates = {**base.matmul_flops_per_s, **changes.pop("matmul_flops_per_s", {})}
     return replace(base, name=name, matmul_flops_per_s=rates, **changes)
@@ -180,7 +188,8 @@ def _config(model: str, layers: int) -> PretrainedConfig:
             embd_pdrop=0.0,
             attn_pdrop=0.0,
         )
-    kind = Qwen2Config if model.startswith("Qwen2") else LlamaConfig
+    kinds = {"Qwen2": Qwen2Config, "Qwen3": functools.partial(Qwen3Config, head_dim=128)}
+    kind = kinds.get(model[:5], LlamaConfig)
     return kind(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -189,7 +198,7 @@ def _config(model: str, layers: int) -> PretrainedConfig:
         num_key_value_heads=groups,
         vocab_size=vocab,
         max_position_embeddings=1 << 20,
-        tie_word_embeddings=False,
+        tie_word_embeddings=model in _TIED,
     )
 
 
@@ -220,12 +229,13 @@ def choice_of(row: Row) -> Choice:
     if row.gpus * row.nodes > 1 and not system.reads_host and not system.update_bytes:
         return _on_several(row, tuple(policies))
     late = row.gpus > 1 and system.gathers_late
+    updates = "immediate" if system.updates_at_once else "serial"
     return Choice(
         activations=tuple(policies),
         lockstep=row.lockstep,
         resident_layers=num_layers if row.is_resident else 0,
         outer_resident=row.is_resident,
-        updates="deferred" if row.is_resident else "serial",
+        updates="deferred" if row.is_resident else updates,
         num_slots=1 if row.is_resident or late else 2,
         num_gradient_buffers=2,
     ).with_defaults(num_layers)
@@ -265,7 +275,8 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
             spec = replace(spec, peer_bytes_per_s=None)
         elif spec.peer_bytes_per_s is None:  # copies through host memory use both ways of a link
             copies = spec.both_share * spec.h2d_bytes_per_s
-            spec = replace(spec, peer_bytes_per_s=system.collective_bytes_per_s or copies)
+            shared = (system.collective_bytes_per_s or 0.0) / row.gpus
+            spec = replace(spec, peer_bytes_per_s=shared or copies)
     up, down = row.state_up or system.state_up, row.state_down or system.state_down
     if up:
         rate = spec.num_gpus * min(spec.h2d_bytes_per_s / up, spec.d2h_bytes_per_s / down)
@@ -300,14 +311,16 @@ def step_of(row: Row, spec: HardwareSpec, kernels: Kernels | None = None) -> Ste
     """Return the step that the planner prices for a row, with its system's kernels or others."""
     system, anatomy = system_of(row), anatomy_of(row)
     is_fused = system.is_fused if row.is_fused is None else row.is_fused
+    streamed = (row.state_up or system.state_up) + (row.state_down or system.state_down)
     kernels = kernels or Kernels(
         fuses_layers=is_fused,
         fuses_head=is_fused if system.fuses_head is None else system.fuses_head,
         device_update_bytes=_FUSED_UPDATE_BYTES,
+        host_update_bytes=streamed or system.update_bytes or None,
         sum_bytes=system.sum_bytes,
     )
     rates = Rates(machine_of(row, spec).of_rank(), "bf16", kernels=kernels, head_dim=anatomy.head_dim)
-    return Step(rates, anatomy, choice_of(row), row.batch, clips=True)
+    return Step(rates, anatomy, choice_of(row), row.batch, clips=not system.updates_at_once)
 
 
 def flops_of(row: Row) -> float:

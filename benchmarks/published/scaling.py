@@ -34,7 +34,12 @@ STRAIGHT = 0.05
 
 OFF = "off the line"
 
-_ONE_GPU = {"8xh100": "h100", "4xrtx-4090": "rtx-4090", "8xrtx-pro-6000": "rtx-pro-6000"}
+_ONE_GPU = {
+    "8xh100": "h100",
+    "4xrtx-4090": "rtx-4090",
+    "8xrtx-4090": "rtx-4090",
+    "8xrtx-pro-6000": "rtx-pro-6000",
+}
 """By machine of several GPUs, the file of one of them, in whose rows its matrix products were fitted."""
 
 

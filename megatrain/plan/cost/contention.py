@@ -53,7 +53,7 @@ class Shares:
         beside = (
             demand.up_bytes + demand.down_bytes + demand.drive_bytes + demand.sum_bytes
         ) / demand.least_s
-        wanted = rates.update_bytes_per_s + beside
+        wanted = rates.update_bytes_per_s * rates.update_traffic + beside
         memory = min(1.0, spec.host_bytes_per_s / wanted)
         lost = 1.0 - spec.both_share
         slowed = 1.0 - (1.0 - memory) * update_busy
@@ -66,5 +66,6 @@ class Shares:
 
 def memory_s(rates: Rates, demand: Demand) -> float:
     """Return the seconds in which the host's memory takes all of a step's traffic, and no less."""
-    nbytes = demand.up_bytes + demand.down_bytes + demand.drive_bytes + demand.update_bytes
-    return (nbytes + demand.sum_bytes) / rates.spec.host_bytes_per_s
+    copied = demand.up_bytes + demand.down_bytes + demand.drive_bytes
+    updated = demand.update_bytes * rates.update_traffic
+    return (copied + updated + demand.sum_bytes) / rates.spec.host_bytes_per_s

@@ -38,6 +38,9 @@ class Kernels:
     """Operations of head and loss are joined too."""
     device_update_bytes: int | None = None
     """Device memory that an update there touches per parameter; None: ours does."""
+    host_update_bytes: float | None = None
+    """Host memory that an update touches per parameter, by the host's kernels or by copies; None: as our
+    optimizer's does."""
     sum_bytes: int = 4
     """Bytes per bf16 parameter of a gradient that adds up over rounds: ours are in fp32."""
 
@@ -117,6 +120,12 @@ class Rates:
     def update_s(self, nbytes: float) -> float:
         """Return the seconds of updates that read and write so many bytes of host memory, alone."""
         return nbytes / self.update_bytes_per_s
+
+    @property
+    def update_traffic(self) -> float:
+        """Return the bytes of host memory that updates touch, over those that our optimizer's would."""
+        touched = self.kernels.host_update_bytes
+        return 1.0 if touched is None else touched / bytes_per_update(self.optimizer)
 
     def host_pass_s(self, nbytes: float) -> float:
         """Return the seconds in which the host reads or writes so many bytes of its own memory."""
