@@ -209,6 +209,11 @@ def _count(model: str, layers: int, micro_batch_size: int, seq_len: int) -> Anat
     return count_anatomy(config, micro_batch_size=micro_batch_size, seq_len=seq_len, precision="bf16")
 
 
+def config_of(row: Row) -> PretrainedConfig:
+    """Return the configuration of a row's model."""
+    return _config(row.model, row.layers)
+
+
 def anatomy_of(row: Row) -> Anatomy:
     """Return what a row's model costs for one of its micro-batches."""
     return _count(row.model, row.layers, row.micro_batch_size, row.seq_len)
