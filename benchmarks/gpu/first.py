@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.attention import attention
 from benchmarks.gpu.correctness import AXES, FAMILIES_COMPARED, device_adamw, pairwise, parity
@@ -23,6 +23,9 @@ from benchmarks.gpu.races import RACES, race, syncs
 from benchmarks.gpu.rates import attention_rates
 from benchmarks.gpu.run import Record, best_s, device_of, synchronize
 from benchmarks.report import hardware
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REQUIRED = ("torch", "transformers", "numba", "llvmlite", "numpy", "safetensors", "tokenizers", "greenlet",
             "xxhash")  # fmt: skip
@@ -212,11 +215,15 @@ def rates(record: Record, is_dry: bool) -> None:
 
 
 def adamw(record: Record, is_dry: bool) -> None:
-    """Hold the device's update against the host's, bit for bit, and its rate against torch's fused AdamW."""
+    """Hold the device's update against the host's, bit for bit, and its rate against torch's fused AdamW.
+
+    Sums of gradients are beside it: the same bytes by our kernel, where it runs, and by torch's operation.
+    """
     import torch
 
     from megatrain.optim.adamw.fused import update_resident
     from megatrain.optim.adamw.host import AdamWStep, Planes
+    from megatrain.optim.device_sums import add_all, why_not_by_kernel
 
     device = device_of(is_dry)
     numel = 1 << 16 if is_dry else 1 << 28
@@ -239,12 +246,21 @@ def adamw(record: Record, is_dry: bool) -> None:
         return best_s(device, torch.optim.AdamW([weight], lr=1e-4, fused=True).step, repeats=3)
 
     device_adamw(record, is_dry)
+
+    def seconds_of_sums(add: Callable[[list[Tensor], list[Tensor]], object]) -> float:
+        sums, values = [flat()], [flat(dtype=torch.bfloat16).fill_(1e-3)]
+        return best_s(device, lambda: add(sums, values), repeats=3)
+
     seconds, theirs = seconds_of_ours(), seconds_of_torch()
     record.add(parameters_per_s=numel / seconds, torch_parameters_per_s=numel / theirs)
+    sums, of_torch = seconds_of_sums(add_all), seconds_of_sums(torch._foreach_add_)
+    record.add(sums_bytes_per_s=10 * numel / sums, torch_sums_bytes_per_s=10 * numel / of_torch)
+    record.add(why_not_sums=why_not_by_kernel(device.type))
     equal, kernel = len(record.values["cases"]), record.values["kernel"]
     record.add(
         gist=f"{equal} cases equal the host's bit for bit; Triton's kernel: {kernel}; "
-        f"{numel / seconds / 1e9:.3g}e9 parameters/s, torch's fused AdamW {numel / theirs / 1e9:.3g}e9"
+        f"{numel / seconds / 1e9:.3g}e9 parameters/s, torch's fused AdamW {numel / theirs / 1e9:.3g}e9; "
+        f"bf16 is added to fp32 {of_torch / sums:.2f} times as fast as by torch"
     )
 
 

@@ -66,7 +66,7 @@ def _times(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _widen(values):  # type: ignore[no-untyped-def]
+def widen(values):  # type: ignore[no-untyped-def]
     """Return fp32 values: these, or those whose bf16 bits these are."""
     if values.dtype == tl.int16:
         return _floats(_high(values))
@@ -180,7 +180,7 @@ def update(  # type: ignore[no-untyped-def]
     place = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = place < numel
     has_codes: tl.constexpr = exp_avg.dtype.element_ty == tl.uint8
-    g = _widen(tl.load(gradient + place, mask=mask, other=0)) * grad_scale
+    g = widen(tl.load(gradient + place, mask=mask, other=0)) * grad_scale
     m = tl.load(exp_avg + place, mask=mask, other=0)
     v = tl.load(exp_avg_sq + place, mask=mask, other=0)
     if has_codes:
@@ -192,7 +192,7 @@ def update(  # type: ignore[no-untyped-def]
         root = _decoded(v.to(tl.uint32), _ROOT_SHIFT) * root_unit
         v = root * root
     else:
-        m, v = _widen(m), _widen(v)
+        m, v = widen(m), widen(v)
 
     m = tl.fma(weight1, g - m, m if IS_FROM_MEAN else g)
     v = tl.fma(weight2 * g, g, v * beta2)

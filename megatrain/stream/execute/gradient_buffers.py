@@ -22,6 +22,7 @@ from megatrain.layout import pools
 from megatrain.layout.host_buffers import NUM_GRADIENT_STAGING
 from megatrain.layout.ownership import Share
 from megatrain.layout.totals import GradientPlaces, Residency
+from megatrain.optim.device_sums import add_all, adds_by_kernel
 from megatrain.store.block_state import split_gradient
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.store.state import HostState
@@ -53,7 +54,7 @@ class Views(NamedTuple):
                 if grad is None:
                     target.fill_(missing)
         if adds and values:
-            torch._foreach_add_(targets, values)
+            add_all(targets, values)
         elif values:
             torch._foreach_copy_(targets, values)
         if not adds and self.padding:
@@ -139,6 +140,7 @@ class GradientBuffers:
         self.sums_on_drives = bool(places.sums_on_drives)
         """Whether sums of several rounds wait there."""
         self._adds_on_host = choice.sums == "host"
+        adds_by_kernel(lanes.device)  # tried before the first step, which would wait for the trial
         self._adds_parts = choice.outer_streams
         self.shares = shares
         self.parked = ParkedGradients(scratch, layouts, shares, room.num_ranks)
