@@ -20,6 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hf.ranks import own_state
 from megatrain.store.placement import Tiers
+from megatrain.stream.forward.attention import prefers_cudnn
 from megatrain.stream.lanes.devices import compute_device
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 EVEN_TOKENS = 64
-"""Rows are padded to a multiple of so many tokens where their layers are compiled."""
+"""Rows are padded to a multiple of so many tokens where something is made for each length of them."""
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 """The values of `optim` that mean the optimizer `engine.adamw`."""
@@ -158,10 +159,11 @@ def mapped(args: TrainingArguments, ranks: Ranks | Alone = ALONE) -> TrainingArg
 
 
 def with_even_rows(given: dict[str, Any], megatrain: MegatrainArguments) -> None:
-    """Have the rows of a trainer padded to multiples of `EVEN_TOKENS`, where layers are compiled.
+    """Have the rows of a trainer padded to multiples of `EVEN_TOKENS`, where that saves work.
 
-    Each length of rows is compiled for itself. TRL's arguments that name a multiple keep it (1: no padding
-    to any), and so does a collator; what labels leave out, and the mask, is padded as they always do.
+    Each length of rows is compiled for itself, and where cuDNN attends it makes a plan for each. TRL's
+    arguments that name a multiple keep it (1: no padding to any), and so does a collator; what labels leave
+    out, and the mask, is padded as they always do.
 
     Args:
         given: The arguments of the plain trainer, whose `args` are a copy; a collator is replaced by one.
@@ -170,7 +172,8 @@ def with_even_rows(given: dict[str, Any], megatrain: MegatrainArguments) -> None
     args = given["args"]
     asked: Any = args.device if megatrain.device is None else megatrain.device
     device = compute_device(asked) if isinstance(asked, str) else getattr(asked, "device", asked)
-    if megatrain.compile == "off" or (megatrain.compile == "auto" and not can_compile(device)):
+    compiles = megatrain.compile == "on" or (megatrain.compile == "auto" and can_compile(device))
+    if not compiles and not prefers_cudnn(device):
         return
     if getattr(args, "pad_to_multiple_of", 0) is None:
         args.pad_to_multiple_of = EVEN_TOKENS

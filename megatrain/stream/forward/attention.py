@@ -71,6 +71,11 @@ def attention_of(device: torch.device, *, repeats: bool = False) -> tuple[SDPBac
     return choose_attention(vendor_of(device).capability(device), repeats=repeats)
 
 
+def prefers_cudnn(device: torch.device) -> bool:
+    """Return whether cuDNN attends on a device, which makes a plan for each shape, where it can."""
+    return attention_of(device) == _CUDNN_FIRST
+
+
 @contextmanager
 def attention_order(order: Sequence[SDPBackend] | None) -> Iterator[None]:
     """Let torch try attention kernels in this order, in every thread; kernels that are off stay off."""
