@@ -247,7 +247,11 @@ def test_rows_are_even_where_something_is_made_for_each_length(
     """
     if "Hopper" in compiles:
         order = choose_attention((9, 0))
-        monkeypatch.setattr("megatrain.stream.forward.attention.attention_of", lambda device: order)
+
+        def attention_of(device: torch.device, *, repeats: bool | None = None) -> object:
+            return order if repeats is None else None  # the model is attached to the CPU
+
+        monkeypatch.setattr("megatrain.stream.forward.attention.attention_of", attention_of)
     trainer = StreamingSFTTrainer(
         make_model(FAMILIES["llama_tied"]()),
         arguments(tmp_path, trl.SFTConfig, bf16=False, pad_to_multiple_of=asked, max_length=64),
