@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatrain.config.optimizers.optimizer import Optimizer
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
@@ -21,7 +21,7 @@ from megatrain.layout.host_buffers import (
     PIECE_BYTES,
     padded,
 )
-from megatrain.layout.ownership import largest_share, room_of_share
+from megatrain.layout.ownership import CUT_NUMEL, largest_share, room_of_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, Selection
 
 UPDATE_CHUNK_NUMEL = 1 << 22
@@ -29,6 +29,8 @@ UPDATE_CHUNK_NUMEL = 1 << 22
 it then moves about 30 MB, which takes as long as the launch of its kernel."""
 SQUARES_CHUNK_NUMEL = 1 << 22
 """Elements of a gradient that are rounded in one go, to bf16, and squared on the device, in fp64."""
+ROOM_ALIGN_BYTES = 64
+"""At a multiple of so many bytes a tensor begins that is exchanged."""
 ONE_SUM = SumRoom(whole=1)
 
 # -- on the device -------------------------------------------------------------------------------------------
@@ -100,15 +102,29 @@ def square_sums(num_blocks: int) -> int:
     return 8 * num_blocks
 
 
-def gradient_scratch(largest_numel: int) -> int:
+def gradient_scratch(largest_numel: int, *, in_chunks: bool) -> int:
     """Return the bytes in which pieces of complete gradients are rounded and squared, one after the other.
 
     A piece's elements in fp64, the root of their sum of squares, and the elements in bf16.
 
     Args:
         largest_numel: The number of state elements of the largest block.
+        in_chunks: Whether squares are added up by chunks, for the bits that any number of ranks has: then
+            a piece is of whole chunks, and sums of all chunks of a block are there in place of the root.
     """
-    return 10 * min(largest_numel, SQUARES_CHUNK_NUMEL) + 8
+    return 2 * min(largest_numel, SQUARES_CHUNK_NUMEL) + 8 * sum(wide_numels(largest_numel, in_chunks))
+
+
+def wide_numels(largest_numel: int, in_chunks: bool) -> tuple[int, int]:
+    """Return how many elements in fp64 of that are for a piece, and for sums of squares; see there."""
+    piece = min(largest_numel, SQUARES_CHUNK_NUMEL)
+    if not in_chunks:
+        return piece + 1, 0
+    return _chunks(piece) * CUT_NUMEL, 1 << max(0, _chunks(largest_numel) - 1).bit_length()
+
+
+def _chunks(numel: int) -> int:
+    return -(-numel // CUT_NUMEL)
 
 
 def exchanged_sum(sizes: BlockBytes, exchange: Exchange) -> int:
@@ -118,6 +134,16 @@ def exchanged_sum(sizes: BlockBytes, exchange: Exchange) -> int:
     """
     own = largest_share(sizes, exchange.num_ranks)
     return 4 * exchange.passing_numel(max(own.num_split, own.num_state - own.num_split))
+
+
+def exchange_room(sizes: Iterable[BlockBytes], exchange: Exchange) -> int:
+    """Return the bytes of a device in which several ranks exchange the sums of blocks, one after the other.
+
+    Beside what is given and got there is what a rank updates of the next one's share: less than a scale's
+    elements of each.
+    """
+    more = 3 * ROOM_ALIGN_BYTES + 4 * SCALE_NUMEL * exchange.num_ranks
+    return max((exchanged_sum(each, exchange) for each in sizes), default=0) + more
 
 
 def rounded_share(sizes: BlockBytes, num_ranks: int) -> int:

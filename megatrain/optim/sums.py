@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.ownership import CUT_NUMEL
-from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 SUM_CHUNK_NUMEL = CUT_NUMEL
 """Elements per partial sum of squares. A constant, so that the order of additions never changes."""
-_CHUNKS_AT_ONCE = SQUARES_CHUNK_NUMEL // SUM_CHUNK_NUMEL
 
 
 def sum_of_squares(pool: WorkerPool, flat: Tensor) -> float:
@@ -49,7 +47,7 @@ def squares_of_chunks(pool: WorkerPool, flat: Tensor) -> NDArray[np.float64]:
 
     _check(flat)
     values = bits_of(flat)
-    sums = np.zeros(-(-flat.numel() // SUM_CHUNK_NUMEL))
+    sums = np.zeros(num_chunks(flat.numel()))
     piece = functools.partial(kernels.sum_squares, values, SUM_CHUNK_NUMEL, sums)
     run_pieces(pool, [piece], [flat.numel()], SUM_CHUNK_NUMEL)
     return sums
@@ -76,33 +74,74 @@ def squares_on_device(flats: Iterable[Tensor], out: Tensor, scratch: Tensor) -> 
                 out.addcmul_(torch.linalg.vector_norm(wide, out=root), root)
 
 
-def chunk_squares_on_device(flat: Tensor) -> Tensor:
-    """Return the sums of squares of each `SUM_CHUNK_NUMEL` elements of a device tensor, in fp64, there.
+def chunk_squares_on_device(flat: Tensor, out: Tensor, scratch: Tensor) -> None:
+    """Write the sums of squares of each `SUM_CHUNK_NUMEL` elements of a device tensor, without an allocation.
 
     Halves of a chunk are added element by element, so the bits do not depend on the device, nor on how many
     chunks there are; a reduction of the device's own would give others.
+
+    Args:
+        flat: (N,) bfloat16 or float32.
+        out: (chunks,) float64, on the device.
+        scratch: float64, on the device: room for whole chunks, of which as many are squared at a time.
     """
-    found = torch.empty(-(-flat.numel() // SUM_CHUNK_NUMEL), dtype=torch.float64, device=flat.device)
-    for first in range(0, len(found), _CHUNKS_AT_ONCE):
-        part = flat[first * SUM_CHUNK_NUMEL : (first + _CHUNKS_AT_ONCE) * SUM_CHUNK_NUMEL]
+    at_once = len(scratch) // SUM_CHUNK_NUMEL
+    for first in range(0, len(out), at_once):
+        part = flat[first * SUM_CHUNK_NUMEL : (first + at_once) * SUM_CHUNK_NUMEL]
         chunks = -(-part.numel() // SUM_CHUNK_NUMEL)
-        squares = torch.zeros(chunks * SUM_CHUNK_NUMEL, dtype=torch.float64, device=flat.device)
+        squares = scratch[: chunks * SUM_CHUNK_NUMEL]
+        squares[part.numel() :].zero_()
         squares[: part.numel()].copy_(part)
         rows = squares.square_().view(chunks, SUM_CHUNK_NUMEL)
         width = SUM_CHUNK_NUMEL
         while width > 1:
             width //= 2
             rows[:, :width] += rows[:, width : 2 * width]
-        found[first : first + chunks].copy_(rows[:, 0])
-    return found
+        out[first : first + chunks].copy_(rows[:, 0])
+
+
+def num_chunks(numel: int) -> int:
+    """Return how many sums of squares a flat tensor has."""
+    return -(-numel // SUM_CHUNK_NUMEL)
+
+
+def tree_squares_on_device(
+    flats: Iterable[Iterable[Tensor]], out: Tensor, scratch: Tensor, sums: Tensor
+) -> None:
+    """Write the sum of squares of flat tensors into `out`, by chunks, without a wait and an allocation.
+
+    Args:
+        flats: Flat tensors, each in pieces of whole chunks, of which one is looked at before the next is
+            asked for.
+        out: The 0-dim float64 tensor.
+        scratch: As of `chunk_squares_on_device`.
+        sums: float64: room for the sums of all chunks of a flat tensor, a power of two.
+    """
+    out.zero_()
+    for flat in flats:
+        count = 0
+        for piece in flat:
+            more = num_chunks(piece.numel())
+            chunk_squares_on_device(piece, sums[count : count + more], scratch)
+            count += more
+        size = 1 << max(0, count - 1).bit_length()
+        sums[count:size].zero_()
+        out.add_(_halved(sums[:size]))
 
 
 def tree_sum(values: Tensor) -> Tensor:
     """Add up a (N,) tensor by a balanced tree of single additions, on its device; return a 0-dim tensor."""
     total = torch.zeros(1 << max(0, len(values) - 1).bit_length(), dtype=values.dtype, device=values.device)
     total[: len(values)].copy_(values)
+    return _halved(total)
+
+
+def _halved(total: Tensor) -> Tensor:
+    """Add the halves of a (2^N,) tensor up in place, until one element is left."""
     while len(total) > 1:
-        total = total[: len(total) // 2] + total[len(total) // 2 :]
+        half = len(total) // 2
+        total[:half] += total[half:]
+        total = total[:half]
     return total[0]
 
 

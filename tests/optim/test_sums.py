@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatrain.layout.pools import wide_numels
 from megatrain.optim.clip import global_norm
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.sums import (
@@ -10,8 +12,10 @@ from megatrain.optim.sums import (
     add,
     add_last,
     chunk_squares_on_device,
+    num_chunks,
     squares_on_device,
     sum_of_squares,
+    tree_squares_on_device,
     tree_sum,
 )
 from tests.optim.test_adamw import make_gradient, randn
@@ -131,11 +135,23 @@ def test_a_negative_zero_adds_nothing(pool: WorkerPool, gradient: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_squares_of_chunks_on_a_device_do_not_depend_on_how_many_there_are(dtype: torch.dtype) -> None:
     flat = torch.randn(130 * SUM_CHUNK_NUMEL + 77, generator=torch.Generator().manual_seed(3)).to(dtype)
-    whole = chunk_squares_on_device(flat)
+    scratch = torch.full((wide_numels(flat.numel(), True)[0],), torch.nan, dtype=torch.float64)
+
+    def squares(part: Tensor, room: int = len(scratch)) -> Tensor:
+        found = torch.empty(num_chunks(part.numel()), dtype=torch.float64)
+        chunk_squares_on_device(part, found, scratch[:room])
+        return found
+
+    whole = squares(flat)
     assert whole.shape == (131,)
+    assert torch.equal(squares(flat, 3 * SUM_CHUNK_NUMEL), whole)
     for cut in (1, 5, 128):
         parts = flat[: cut * SUM_CHUNK_NUMEL], flat[cut * SUM_CHUNK_NUMEL :]
-        assert torch.equal(torch.cat([chunk_squares_on_device(part) for part in parts]), whole)
+        assert torch.equal(torch.cat([squares(part) for part in parts]), whole)
+    out, sums = torch.zeros((), dtype=torch.float64), torch.full((256,), torch.nan, dtype=torch.float64)
+    halves = flat[: 7 * SUM_CHUNK_NUMEL], flat[7 * SUM_CHUNK_NUMEL :]
+    tree_squares_on_device([halves, [flat[:100]], []], out, scratch, sums)
+    assert float(out) == float(tree_sum(whole) + tree_sum(squares(flat[:100])))
     exact = torch.stack([chunk.double().square().sum() for chunk in flat.split(SUM_CHUNK_NUMEL)])
     torch.testing.assert_close(whole, exact, rtol=1e-13, atol=0)
     assert float(tree_sum(whole)) == pytest.approx(float(exact.sum()), rel=1e-13)

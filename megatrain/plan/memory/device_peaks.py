@@ -76,16 +76,14 @@ class DevicePeaks:
         self._exchange = Exchange.of(batch)
         self._block_sums = BlockSums.of(anatomy, choice.fragments)
         self._is_alone = self._exchange.num_ranks == 1
-        self._rounded = max(self._rounded_bytes(is_resident=False), default=0) if overlaps else 0
-        if overlaps and not self._is_alone:
-            # a sum is exchanged as soon as its last backward has ended
-            self._rounded = max([self._rounded, *self._rounded_bytes(is_resident=True)])
-        """Bytes that the rounding of one gradient, or its exchange, takes beside a backward."""
         self._scratch = self._scratch_of_layers()
         """Bytes that updates on the device still take while the forward is in each layer."""
         sums = pools.square_sums(self._block_sums.num_blocks)
-        if self._is_alone:
-            sums += pools.gradient_scratch(self._block_sums.largest_numel)
+        if self._is_alone or overlaps:
+            in_chunks = batch.runs.number * batch.num_ranks > 1
+            sums += pools.gradient_scratch(self._block_sums.largest_numel, in_chunks=in_chunks)
+        if overlaps and not self._is_alone:
+            sums += pools.exchange_room([block.sizes for block in self._block_sums.blocks], self._exchange)
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
         self._travelling = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
         """Layers whose visits go to the host."""
@@ -148,9 +146,9 @@ class DevicePeaks:
     def _rounded_bytes(self, *, is_resident: bool) -> Iterator[int]:
         """Yield what ranks take to exchange and round each sum of resident blocks, or of streamed ones.
 
-        A rank that is alone has scratch memory for it.
+        A rank that is alone has scratch memory for it, and so has one whose lanes run at the same time.
         """
-        if self._is_alone:
+        if self._is_alone or self._overlaps:
             return
         first = self._block_sums.first_streamed(self._choice)
         for number, is_outer in self._block_sums.sample(self._choice):
@@ -158,10 +156,12 @@ class DevicePeaks:
                 yield self._completed_bytes(self._block_sums.blocks[number].sizes)
 
     def _completed_bytes(self, sizes: BlockBytes) -> int:
-        """Return what several ranks take to make a block's sum complete: they exchange and round it."""
+        """Return what several ranks take, beside memory of their own, to exchange and round a block's sum."""
+        if self._overlaps:
+            return 0
         exchanged = pools.exchanged_sum(sizes, self._exchange)
         rounded = pools.rounded_share(sizes, self._exchange.num_ranks)
-        return exchanged + rounded if self._overlaps else max(exchanged, rounded)
+        return max(exchanged, rounded)
 
     def _exchanged_at(self, end: int) -> int:
         """Return what ranks take at the model's beginning, or its end, whose block streams, one by one."""
@@ -299,8 +299,7 @@ class DevicePeaks:
             max(anatomy.head_backward_peak_bytes, anatomy.head_gradient_bytes + self._exchanged_at(1))
             + waiting * self._waiting()
             + self._left_by_head(others - waiting, place)
-            + self._beside(self._m, self._m - waiting)
-            + self._rounded,
+            + self._beside(self._m, self._m - waiting),
         )
 
     def _in_head(self, name: str, working: int) -> DevicePeak:
@@ -314,7 +313,7 @@ class DevicePeaks:
         )
 
     def _in_backward(self) -> int:
-        return self.constant + self._m * self._anatomy.graph_bytes + self._rounded
+        return self.constant + self._m * self._anatomy.graph_bytes
 
     def _backward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""

@@ -97,14 +97,14 @@ class Arrangement:
         """Room for saved activations on the drives, if there are any."""
         self.parking = ScratchFiles(directories, rank=binding.job.ranks.rank)
         """And for gradients that wait for the norm, or their sums for the next round."""
+        self.num_ranks = binding.job.ranks.size
+        lanes.squares_in_chunks = binding.job.runs.number * self.num_ranks > 1
         self.shared = gradients_of(
             binding.job.ranks, self.host.layouts, lanes, binding.job.sequence, binding.job.optimizer
         )
         """The part of the gradients that this rank keeps."""
-        self.num_ranks = binding.job.ranks.size
         self.call_others: Callable[[], object] | None = None
         """Lets the other ranks settle too, where this one reads by itself; None: all do it together."""
-        lanes.squares_in_chunks = binding.job.runs.number * self.num_ranks > 1
         self._arrange(choice)
 
     def settle(self) -> None:

@@ -26,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -34,7 +33,12 @@ import torch
 from torch import Tensor
 
 from megatrain.hardware.accelerators import free_bytes, peak_bytes, reset_peak_bytes, vendor_of
-from megatrain.optim.sums import chunk_squares_on_device, squares_on_device, tree_sum
+from megatrain.optim.sums import (
+    chunk_squares_on_device,
+    squares_on_device,
+    tree_squares_on_device,
+    tree_sum,
+)
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
@@ -313,17 +317,18 @@ class AcceleratorLanes(ThreadedLanes):
         with _on_stream(self._compute_stream):
             yield
 
-    def sum_of_squares(self, flats: Iterable[Iterable[Tensor]], out: Tensor, scratch: Tensor) -> None:
+    def sum_of_squares(
+        self, flats: Iterable[Iterable[Tensor]], out: Tensor, scratch: Tensor, sums: Tensor
+    ) -> None:
         """Sum on the device, in the current stream, without a wait of the host."""
         if self.squares_in_chunks:
-            sums = [tree_sum(torch.cat([chunk_squares_on_device(piece) for piece in flat])) for flat in flats]
-            out.copy_(reduce(torch.add, sums), non_blocking=True)
+            tree_squares_on_device(flats, out, scratch, sums)
         else:
             squares_on_device(chain.from_iterable(flats), out, scratch)
 
-    def squares_of_chunks(self, flat: Tensor) -> Tensor:
+    def squares_of_chunks(self, flat: Tensor, out: Tensor, scratch: Tensor) -> None:
         """Sum on the device, in the current stream, by an order of our own."""
-        return chunk_squares_on_device(flat)
+        chunk_squares_on_device(flat, out, scratch)
 
     def sum_of_chunks(self, squares: Tensor) -> float:
         """Add up on the host what was summed on the device, as that does it."""

@@ -246,14 +246,18 @@ class Lanes(ABC):
         """Take buffers from `allocate` out of the account; the caller drops them."""
         self.device_bytes -= sum(buffer.numel() for buffer in buffers)
 
-    def sum_of_squares(self, flats: Iterable[Iterable[Tensor]], out: Tensor, scratch: Tensor) -> None:
+    def sum_of_squares(
+        self, flats: Iterable[Iterable[Tensor]], out: Tensor, scratch: Tensor, sums: Tensor
+    ) -> None:
         """Write the sum of squares of device tensors into `out`, a 0-dim float64 host or device tensor.
 
         Args:
             flats: Flat tensors, each in pieces of whole chunks, of which one is looked at before the next is
                 asked for.
             out: Where the sum goes.
-            scratch: (M + 1,) float64 on the device, for pieces of M elements.
+            scratch: float64 on the device, for pieces: (M + 1,) of M elements, or whole chunks where
+                `squares_in_chunks`.
+            sums: float64 on the device, for the sums of the chunks of a flat tensor, where these add up.
         """
         pool = default_pool()
         total = 0.0
@@ -265,9 +269,15 @@ class Lanes(ABC):
             total += math.fsum(squares)
         out.fill_(total)
 
-    def squares_of_chunks(self, flat: Tensor) -> Tensor:
-        """Return the sum of squares of each chunk of a flat device tensor, in fp64, there."""
-        return torch.from_numpy(squares_of_chunks(default_pool(), flat))
+    def squares_of_chunks(self, flat: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """Write the sum of squares of each chunk of a flat device tensor, in fp64, there.
+
+        Args:
+            flat: (N,) bfloat16 or float32.
+            out: (chunks,) float64.
+            scratch: float64, for whole chunks, which only an accelerator takes.
+        """
+        out.copy_(torch.from_numpy(squares_of_chunks(default_pool(), flat)))
 
     def sum_of_chunks(self, squares: Tensor) -> float:
         """Add up such sums, which are on the host, to what `sum_of_squares` makes of all chunks at once."""

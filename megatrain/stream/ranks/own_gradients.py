@@ -38,10 +38,13 @@ class OwnGradients:
         sums = torch.zeros(pools.square_sums(len(layouts)), dtype=torch.uint8, device=lanes.device)
         self._squares = sums.view(torch.float64)[: len(layouts)]
         largest = max((layout.sizes.num_state for layout in layouts), default=0)
-        scratch = torch.empty(pools.gradient_scratch(largest), dtype=torch.uint8, device=lanes.device)
-        numel = min(largest, pools.SQUARES_CHUNK_NUMEL)
-        self._wide = scratch[: 8 * (numel + 1)].view(torch.float64)
-        self._low = scratch[8 * (numel + 1) :].view(torch.bfloat16)
+        in_chunks = lanes.squares_in_chunks
+        nbytes = pools.gradient_scratch(largest, in_chunks=in_chunks)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=lanes.device)
+        piece, sums_numel = pools.wide_numels(largest, in_chunks)
+        wide, low = scratch.split([8 * (piece + sums_numel), nbytes - 8 * (piece + sums_numel)])
+        self._wide, self._chunk_sums = wide.view(torch.float64).split([piece, sums_numel])
+        self._low = low.view(torch.bfloat16)
 
     def block_size(self, block: int, *, is_streamed: bool, on_device: bool) -> BlockSize:
         """Return what a program needs to know of a block."""
@@ -93,7 +96,7 @@ class OwnGradients:
         self._square(block, [(part,) for part in parts])
 
     def _square(self, block: int, parts: Sequence[Iterable[Tensor]]) -> None:
-        self._lanes.sum_of_squares(parts, self._squares[block], self._wide)
+        self._lanes.sum_of_squares(parts, self._squares[block], self._wide, self._chunk_sums)
 
     def note_squares(self, block: int, squares: float) -> None:
         """Take note of the sum of squares of a gradient that the host has completed."""

@@ -21,16 +21,18 @@ from torch import Tensor
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.hardware.memory import GIB, give_back_where_short
+from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.exchange import Exchange, rail_numel
 from megatrain.layout.ownership import CUT_NUMEL, piece_bytes, shares, state_shares
 from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
+from megatrain.optim.sums import num_chunks
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.store.state import HostState
 from megatrain.stream.job.ranks import Ranks
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.ranks.own_gradients import OwnGradients
-from megatrain.stream.ranks.sums import owned_sums, tree
+from megatrain.stream.ranks.sums import Room, owned_sums, tree
 
 _SHORT_BYTES, _SHORT_SUMS = GIB, 8
 """Memory is short on a CPU where less than this is left, or less than so many sums of a block."""
@@ -68,6 +70,11 @@ class SharedGradients(OwnGradients):
         self._chunk_squares = torch.zeros(sum(counts), dtype=torch.float64, device=lanes.device)
         """Of every chunk; those of other ranks' shares are zeros."""
         self._starts = [0, *accumulate(counts)]
+        sizes = [layout.sizes for layout in layouts]
+        self._room = Room()
+        if lanes.device.type != "cpu":
+            nbytes = pools.exchange_room(sizes, self._exchange)
+            self._room = Room(torch.empty(nbytes, dtype=torch.uint8, device=lanes.device))
 
     def block_size(self, block: int, *, is_streamed: bool, on_device: bool) -> BlockSize:
         """Return what a program needs to know of a block, of which this rank keeps a share."""
@@ -152,11 +159,15 @@ class SharedGradients(OwnGradients):
             if not whole.numel():
                 continue
             behind = [range(own.stop, long.stop) for own, long in zip(ranges, longer, strict=True)]
-            rest = torch.cat([sums[each.start : each.stop] for each in behind])  # before any is complete
-            for mine, owned, first in ((whole, ranges, 0), (rest, behind, len(ranges[rank]))):
-                places = longer[rank].start + first, column + first
-                take = partial(_take, sums, shares, places, joined, completes)
-                owned_sums(self.ranks, self._exchange, mine, [*map(len, owned)], take)
+            with self._room.piece():
+                rest = self._room.take(sums, sum(map(len, behind)))
+                torch.cat(
+                    [sums[each.start : each.stop] for each in behind], out=rest
+                )  # before any is complete
+                for mine, owned, first in ((whole, ranges, 0), (rest, behind, len(ranges[rank]))):
+                    places = longer[rank].start + first, column + first
+                    take = partial(_take, sums, shares, places, joined, completes)
+                    owned_sums(self.ranks, self._exchange, mine, [*map(len, owned)], take, self._room)
         flags = torch.tensor([entry.name in present for entry in layout.trained], dtype=torch.uint8)
         flagged = torch.stack(self.ranks.gather(flags, "exchange")).any(dim=0).tolist()
         present |= {entry.name for entry, is_there in zip(layout.trained, flagged, strict=True) if is_there}
@@ -172,23 +183,22 @@ class SharedGradients(OwnGradients):
         cut, share, layout = self._cuts[block][self.ranks.rank], self.shares[block], self._layouts[block]
         first = self._starts[block]
         behind = first + _num_chunks(layout)[0]
-        for own, long, target, dtype, start, chunk in (
-            (cut.split, share.split, kept[0], torch.bfloat16, 0, first),
-            (cut.full, share.full, kept[1], torch.float32, layout.num_split, behind),
+        for own, long, target, rounds, start, chunk in (
+            (cut.split, share.split, kept[0], True, 0, first),
+            (cut.full, share.full, kept[1], False, layout.num_split, behind),
         ):
             if not own:
                 continue
             for at in range(0, len(long), SQUARES_CHUNK_NUMEL):
                 part = long[at : at + SQUARES_CHUNK_NUMEL]
-                rounded = sums[part.start : part.stop].to(dtype)
+                rounded = sums[part.start : part.stop]
+                if rounds:
+                    rounded = self._low[: len(part)].copy_(rounded)
                 self._lanes.copy(target[at : at + len(part)], rounded)
-                squares = self._lanes.squares_of_chunks(rounded[: max(0, len(own) - at)])
+                squared = rounded[: max(0, len(own) - at)]
                 place = chunk + (own.start - start + at) // CUT_NUMEL
-                self._chunk_squares[place : place + len(squares)].copy_(squares)
-
-    def send(self, sums: Tensor, place: Tensor) -> None:
-        """Copy values on the device to a place on the host, each rounded to its dtype."""
-        self._lanes.copy(place, sums.to(place.dtype))
+                out = self._chunk_squares[place : place + num_chunks(len(squared))]
+                self._lanes.squares_of_chunks(squared, out, self._wide)
 
     def hold(self, block: int, sums: Tensor, kept: Sequence[Tensor]) -> None:
         """Do as `keep`, which leaves little on the device at a time."""

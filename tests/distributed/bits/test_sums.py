@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatrain.layout import exchange as pieces
 from megatrain.layout.exchange import PIECE_NUMEL, Exchange
-from megatrain.stream.ranks.sums import owned_sums
+from megatrain.layout.pools import ROOM_ALIGN_BYTES
+from megatrain.stream.ranks.sums import Room, owned_sums
 from megatrain.stream.ranks.sums import tree as add_by_tree
 from tests.distributed.processes import run_ranks
 from tests.distributed.threads import ThreadRanks, Turns
@@ -39,22 +40,31 @@ def tree(leaves: list[Tensor]) -> Tensor:
     return leaves[0]
 
 
-def sums_of(ranks: Any, exchange: Exchange, mine: Tensor, counts: list[int]) -> list[Tensor]:
-    """Put the pieces of this rank's sums behind one another."""
+def sums_of(
+    ranks: Any, exchange: Exchange, mine: Tensor, counts: list[int], *, is_on_device: bool = False
+) -> list[Tensor]:
+    """Put the pieces of this rank's sums behind one another; a device has the room that a plan counts."""
     found: list[list[Tensor]] = []
 
     def take(start: int, sums: list[Tensor]) -> None:
         assert start == sum(len(piece[0]) for piece in found) or not len(sums[0])
         found.append([each.clone() for each in sums])
 
-    owned_sums(ranks, exchange, mine, counts, take)
+    nbytes = 4 * exchange.passing_numel(max(counts)) + 3 * ROOM_ALIGN_BYTES
+    memory = torch.empty(nbytes, dtype=torch.uint8) if is_on_device else None
+    owned_sums(ranks, exchange, mine, counts, take, Room(memory))
     return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
 
 
+@pytest.mark.parametrize("is_on_device", [False, True])
 @pytest.mark.parametrize("piece_numel", [2, PIECE_NUMEL])
 @pytest.mark.parametrize(("shape", "sequence"), CASES, ids=str)
 def test_sums_have_the_bits_of_one_tree(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], sequence: int, piece_numel: int
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int],
+    sequence: int,
+    piece_numel: int,
+    is_on_device: bool,
 ) -> None:
     """Over the ranks in order, or, where ranks share out rows, over those of each shard first."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", piece_numel)
@@ -64,7 +74,9 @@ def test_sums_have_the_bits_of_one_tree(
 
     def one(ranks: ThreadRanks) -> Tensor:
         exchange = Exchange(size, num_nodes, sequence)
-        return add_by_tree(sums_of(ranks, exchange, own_of(size, ranks.rank), counts_of(size)))
+        return add_by_tree(
+            sums_of(ranks, exchange, own_of(size, ranks.rank), counts_of(size), is_on_device=is_on_device)
+        )
 
     found = Turns(size, num_nodes).run(one)
     for rank in range(size):

@@ -13,33 +13,21 @@ collect_ignore_glob = [] if os.environ.get(IN_OWN_PROCESS) else ["test_*.py"]
 
 if os.environ.get(IN_OWN_PROCESS):
     from collections.abc import Iterator
-    from contextlib import contextmanager
 
     import pytest
 
-    from megatrain.plan.program.kinds import Lane
-    from megatrain.stream.lanes.accelerator import StreamWorker
     from tests.host_device.device import register
+    from tests.host_device.on_device.refused import allocations_refused
     from tests.host_device.on_device.resident import ResidentOnDevice
     from tests.stream import runs
 
     host = register()
     runs.Resident = ResidentOnDevice  # type: ignore[misc]
 
-    COPIES = (Lane.FETCH, Lane.OFFLOAD, Lane.SAVE, Lane.RESTORE)
-
     @pytest.fixture(autouse=True)
-    def _copies_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-        """An operation of a lane that copies fails where it would allocate device memory."""
-        context = StreamWorker._context
-
-        @contextmanager
-        def refusing(self: StreamWorker) -> Iterator[None]:
-            with context(self):
-                host.native.refuse_allocations(self.lane in COPIES)
-                yield
-
-        monkeypatch.setattr(StreamWorker, "_context", refusing)
+    def _copies_allocate_nothing() -> Iterator[None]:
+        with allocations_refused():
+            yield
 
     @pytest.fixture(autouse=True)
     def _as_it_was() -> Iterator[None]:

@@ -8,10 +8,14 @@ from typing import Any
 from tests.distributed.training import train
 from tests.host_device.device import TYPE, register
 from tests.host_device.on_device.nccl import stand_in
+from tests.host_device.on_device.refused import allocations_refused
 
 
 def train_on_device(ranks: Any, *, nccl: bool = False, **settings: Any) -> dict[str, Any]:
-    """Train as `train`, with streams that dawdle, and with the stand-in for NCCL if that is wished for."""
+    """Train as `train`, with streams that dawdle, and with the stand-in for NCCL if that is wished for.
+
+    Lanes that copy or exchange allocate nothing on the device.
+    """
     register().native.delay(3, 0.2, 3e-4, 1e-4)
-    with stand_in(late_s=3600.0) if nccl else nullcontext():
+    with allocations_refused(), stand_in(late_s=3600.0) if nccl else nullcontext():
         return train(ranks, device=TYPE, **settings)
