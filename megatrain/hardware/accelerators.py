@@ -307,6 +307,13 @@ def triton_options(kind: str) -> Mapping[str, bool] | None:
     return VENDORS[kind].triton if kind in VENDORS else None
 
 
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which Triton launches on a device of tensors: it takes the thread's current one."""
+    import torch
+
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
 def why_no_kernel(kind: str, try_it: Callable[[torch.device], str], instead: str) -> str | None:
     """Return why one of our Triton kernels does not run on a kind of device; None: it does.
 

@@ -12,6 +12,7 @@ from megatrain.config.decided import (
     as_begun,
     micro_batch_sizes,
     smaller_step_settings,
+    smallest_micro_batches,
     with_micro_batches,
     with_rows,
     with_step,
@@ -160,13 +161,25 @@ def test_a_run_that_goes_on_keeps_what_it_was_begun_with(
 
 @pytest.mark.parametrize(
     ("saved", "given", "found"),
-    [({}, AUTO, 1.0), ({"activation_budget": 0.3}, AUTO, 0.3), ({"activation_budget": 0.3}, 0.5, 0.5)],
+    [
+        ({}, AUTO, 1.0),
+        ({"activation_budget": 0.3}, AUTO, 0.3),
+        ({"activation_budget": 0.3}, 0.5, 0.5),
+        ({"activation_budget": AUTO}, AUTO, 1.0),
+    ],
 )
 def test_a_run_that_goes_on_keeps_its_budget(saved: dict[str, Any], given: Any, found: float) -> None:
     """One from before there were any was compiled with all of it."""
     config = config_of(train={"activation_budget": given})
     begun = as_begun(config, {**SAVED, "train": {**SAVED["train"], **saved}})
     assert begun.train.activation_budget == found
+
+
+def test_a_model_that_cannot_be_counted_is_compiled_with_all_of_it() -> None:
+    """It is written down: a later version that counts the model would choose another one at a resume."""
+    config = config_of(train={"micro_batch_size": 1, "tokens_per_step": 512}, data={"seq_len": 512})
+    assert config.train.activation_budget == AUTO
+    assert smallest_micro_batches(config).train.activation_budget == 1.0
 
 
 def test_a_budget_that_is_not_counted_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CohereConfig, PreTrainedModel, Qwen2_5_VLConfig
 
+from megatrain.hardware.accelerators import launching_on
 from megatrain.model.head import linear
 from megatrain.model.head.form import Form, form_of, linear_of
 from megatrain.model.head.linear import LinearHead, try_kernel
@@ -168,6 +170,54 @@ def test_a_target_that_is_no_token_makes_no_number(target: int) -> None:
         logits, targets = torch.zeros((2, 1000)), torch.tensor([target, 5])
         found = linear._enter_by_kernel(logits, targets, torch.tensor(1.0), Form())
     assert found.isnan().tolist() == [True, False]
+    assert logits[0].isnan().all(), "or an update would be made with them"
+    assert logits[1].isfinite().all()
+
+
+def test_logits_that_are_minus_infinity_for_a_whole_block_add_nothing() -> None:
+    with interpreted_on_cpu():
+        logits = torch.randn((2, 2 * linear._BLOCK), generator=torch.Generator().manual_seed(0))
+        logits[0, : linear._BLOCK] = -torch.inf
+        logits[1, linear._BLOCK :] = -torch.inf
+        targets, expected = torch.tensor([linear._BLOCK + 3, 3]), logits.clone()
+        losses = LinearHead(nn.Linear(1, 1), Form())._enter_piece(expected, targets, torch.tensor(1.0))
+        found = linear._enter_by_kernel(logits, targets, torch.tensor(1.0), Form())
+    torch.testing.assert_close(found, losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits, expected, rtol=2e-5, atol=1e-7)
+
+
+def test_no_rows_make_no_losses() -> None:
+    with interpreted_on_cpu():
+        none = torch.empty((0,), dtype=torch.int64)
+        found = linear._enter_by_kernel(torch.empty((0, 1000)), none, torch.tensor(1.0), Form())
+    assert found.shape == (0,)
+
+
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the current device of the thread, which is another one where a run is given `cuda:1`."""
+    asked: list[int | None] = []
+
+    def device_index(index: int | None) -> AbstractContextManager[None]:
+        asked.append(index)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    with launching_on(torch.device("cuda", 1)), launching_on(torch.device("cpu")):
+        assert asked == [1]
+
+
+def test_every_kind_of_hook_is_seen() -> None:
+    for register in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        layer = nn.Linear(2, 2)
+        head = LinearHead(layer, Form())
+        assert not head.is_watched
+        handle = getattr(layer, f"register_{register}_hook")(lambda *given: None)
+        assert head.is_watched, register
+        handle.remove()
+        assert not head.is_watched
+        handle = getattr(nn.modules.module, f"register_module_{register}_hook")(lambda *given: None)
+        assert head.is_watched, register
+        handle.remove()
 
 
 def test_a_configuration_that_makes_no_small_model_has_no_form() -> None:

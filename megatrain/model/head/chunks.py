@@ -115,7 +115,7 @@ class Chunks:
 
     def _spans(self) -> Iterator[tuple[int, slice]]:
         for group in range(self._targets.shape[0]):
-            for start in range(0, self._targets.shape[1], self._chunk_tokens):
+            for start in range(0, max(1, self._targets.shape[1]), self._chunk_tokens):
                 yield group, slice(start, start + self._chunk_tokens)
 
     def _rows(self, group: int, span: slice) -> tuple[Tensor, Tensor]:

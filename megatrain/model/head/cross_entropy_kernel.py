@@ -34,7 +34,7 @@ def cross_entropy(  # type: ignore[no-untyped-def]
     """Write the loss of a row of results, and the gradient of all results in their place.
 
     Each program takes one row. `factor` holds the number by which all losses count. The loss of a target that
-    is no token is NaN.
+    is no token is NaN, and so are its gradients.
     """
     row = tl.program_id(0).to(tl.int64)
     results += row * vocab_size
@@ -47,6 +47,9 @@ def cross_entropy(  # type: ignore[no-untyped-def]
                 results + columns, tl.zeros([BLOCK], results.dtype.element_ty), mask=columns < vocab_size
             )
         return
+    is_token = (target >= 0) & (target < vocab_size)
+    # before the reductions, which all threads wait for: afterwards gradients are written in its place
+    own = _logits(tl.load(results + target, mask=is_token, other=0.0), scale, cap, HAS_CAP)
     top, total = float("-inf"), 0.0
     for start in range(0, vocab_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -54,13 +57,12 @@ def cross_entropy(  # type: ignore[no-untyped-def]
         logits = _logits(tl.load(results + columns, mask=inside, other=0.0), scale, cap, HAS_CAP)
         logits = tl.where(inside, logits, float("-inf"))
         new = tl.maximum(top, tl.max(logits, axis=0))
-        total = total * tl.exp(top - new) + tl.sum(tl.exp(logits - new), axis=0)
+        base = tl.where(new == float("-inf"), 0.0, new)  # of logits that are all -inf nothing adds up
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(logits - base), axis=0)
         top = new
     log_sum = top + tl.log(total)
-    is_token = (target >= 0) & (target < vocab_size)
-    own = _logits(tl.load(results + target, mask=is_token, other=0.0), scale, cap, HAS_CAP)
     tl.store(losses + row, tl.where(is_token, log_sum - own, float("nan")))
-    weight = tl.load(factor) * scale
+    weight = tl.where(is_token, tl.load(factor) * scale, float("nan"))
     for start in range(0, vocab_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocab_size

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
-from megatrain.hardware.accelerators import triton_options, why_no_kernel
+from megatrain.hardware.accelerators import launching_on, triton_options, why_no_kernel
 from megatrain.optim.adamw.device import update_on_device
 from megatrain.optim.adamw.host import AdamWStep, Planes
 
@@ -26,8 +26,7 @@ ROWS = 4
 def update_fused(ranges: Iterable[tuple[AdamWStep, Planes]], rows: int = ROWS) -> None:
     """Update ranges in place, bit for bit as `adamw.update_many` does.
 
-    One launch for each, into the current stream of the current device, which must be that of the planes;
-    without scratch memory.
+    One launch for each, into the current stream of their device; without scratch memory.
 
     Args:
         ranges: The hyper-parameters and planes of each range; ranges must not overlap.
@@ -43,30 +42,31 @@ def update_fused(ranges: Iterable[tuple[AdamWStep, Planes]], rows: int = ROWS) -
         options = triton_options(planes.working.device.type) or {}
         scale, decay, weight1, beta2, weight2, correction2, _, eps, step_size = map(float, hyper.scalars())
         first, second, base = hyper.noise
-        fused_kernels.update[(-(-numel // (rows * SCALE_NUMEL)),)](
-            _bits(planes.working),
-            _bits(planes.remainder),
-            _bits(planes.exp_avg),
-            _bits(planes.exp_avg_sq),
-            planes.exp_avg_scale,
-            planes.exp_avg_sq_scale,
-            _bits(planes.gradient),
-            numel,
-            scale,
-            decay,
-            weight1,
-            beta2,
-            weight2,
-            correction2,
-            eps,
-            step_size,
-            _signed(first),
-            _signed(second),
-            base,
-            IS_FROM_MEAN=weight1 > 0,
-            ROWS=rows,
-            **options,
-        )
+        with launching_on(planes.working.device):
+            fused_kernels.update[(-(-numel // (rows * SCALE_NUMEL)),)](
+                _bits(planes.working),
+                _bits(planes.remainder),
+                _bits(planes.exp_avg),
+                _bits(planes.exp_avg_sq),
+                planes.exp_avg_scale,
+                planes.exp_avg_sq_scale,
+                _bits(planes.gradient),
+                numel,
+                scale,
+                decay,
+                weight1,
+                beta2,
+                weight2,
+                correction2,
+                eps,
+                step_size,
+                _signed(first),
+                _signed(second),
+                base,
+                IS_FROM_MEAN=weight1 > 0,
+                ROWS=rows,
+                **options,
+            )
 
 
 def update_resident(device: torch.device, ranges: Iterable[tuple[AdamWStep, Planes]]) -> None:
