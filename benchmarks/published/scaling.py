@@ -34,6 +34,9 @@ STRAIGHT = 0.05
 
 OFF = "off the line"
 
+ALONE = "by FLOPs"
+"""A row without one on fewer GPUs: FLOPs alone stand beside it, which is a weaker rival than a line."""
+
 _ONE_GPU = {
     "8xh100": "h100",
     "4xrtx-4090": "rtx-4090",
@@ -48,6 +51,8 @@ class Scaled(Compared):
     """And beside a straight line."""
 
     linear: float
+    is_line: bool
+    """There is a row of fewer GPUs to draw it through; False: it is FLOPs alone."""
 
     @property
     def linear_error(self) -> float:
@@ -59,6 +64,8 @@ class Scaled(Compared):
         """Where the row is: on a straight line through fewer GPUs, off it, or where it begins."""
         if self.linear_error == 0:
             return "first"
+        if not self.is_line:
+            return ALONE
         return "on the line" if abs(self.linear_error) <= STRAIGHT else OFF
 
 
@@ -73,16 +80,18 @@ def scaled(row: Row) -> Scaled:
     """Return a row with what the planner says, and a straight line."""
     step = step_of(row, machine_named(row.machine))
     bounds = step.bounds_s
+    linear, is_line = _linear(row)
     return Scaled(
         row=row,
         predicted=row.tokens / step.step_s,
-        linear=_linear(row),
+        linear=linear,
+        is_line=is_line,
         bound=max(bounds, key=lambda name: bounds[name]),
     )
 
 
-def _linear(row: Row) -> float:
-    """Return the rate of the fewest GPUs times their number."""
+def _linear(row: Row) -> tuple[float, bool]:
+    """Return the rate of the fewest GPUs times their number, or that by FLOPs; and whether it is a line."""
     one_gpu = _ONE_GPU.get(row.machine, "")
 
     def is_same(other: Row) -> bool:
@@ -98,12 +107,12 @@ def _linear(row: Row) -> float:
     found += [other for other in scaling_rows() if other.machine == row.machine and is_same(other)]
     if found:
         base = min(found, key=_count)
-        return base.tokens_per_s * _count(row) / _count(base)
+        return base.tokens_per_s * _count(row) / _count(base), True
     if not one_gpu:  # the fewest GPUs themselves
-        return row.tokens_per_s
+        return row.tokens_per_s, True
     fitted = machine_rows()[one_gpu][0]
     flops_per_s = flops_of(fitted) / (fitted.tokens / fitted.tokens_per_s)
-    return row.tokens / (flops_of(row) / flops_per_s)
+    return row.tokens / (flops_of(row) / flops_per_s), False
 
 
 def _count(row: Row) -> int:
@@ -141,11 +150,12 @@ def table(found: Sequence[Scaled]) -> Iterator[str]:
 
 
 def summary(found: Sequence[Scaled]) -> Iterator[str]:
-    """Yield the errors of rows that are not fitted: those off a straight line, and all."""
+    """Yield the errors of rows that are not fitted: those off a straight line, those without, and all."""
     yield "| rows | number | median error | worst | beyond 25 % | straight line: median | worst |"
     yield "|---|---|---|---|---|---|---|"
     free = [one for one in found if not one.row.is_fitted and one.place != "first"]
-    for name, some in ((OFF, [one for one in free if one.place == OFF]), ("all", free)):
+    for name in (OFF, ALONE, "all"):
+        some = [one for one in free if name in (one.place, "all")]
         yield errors_of(name, [one.error for one in some], [one.linear_error for one in some])
 
 
