@@ -58,7 +58,8 @@ def plan(
         str | None, typer.Option(metavar="20B", help="Tokens to train on, also 2e9; default: 1B.")
     ] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Dollars per hour; default: rent, or price over 3 years.")
+        float | None,
+        typer.Option(min=0, max=1e9, help="Dollars per hour; default: rent, or price over 3 years."),
     ] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence (data.seq_len).")] = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="(train.micro_batch_size)")] = None,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TypeVar
 
@@ -136,7 +137,7 @@ ONE_RUN = RoundSums()
 """The sums of one rank and one run: there is one sum, and every round adds to it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepSums:
     """The partial sums of a step, or of a rank's part of it, over its rounds."""
 
@@ -149,6 +150,7 @@ class StepSums:
     """Whether the sums wait on drives between rounds."""
 
     @classmethod
+    @lru_cache(maxsize=32)  # a search asks for the same few over and over; a step may have 1e5 rounds
     def of(
         cls, runs: Runs, lockstep: int, num_ranks: int = 1, sequence: int = 1, *, on_drives: bool = False
     ) -> StepSums:
@@ -156,7 +158,7 @@ class StepSums:
         rounds = tuple(round_sizes(runs.num_micro_batches, lockstep))
         return cls(runs, rounds, num_ranks, sequence, on_drives)
 
-    @property
+    @cached_property
     def are_shared(self) -> bool:
         """Return whether ranks exchange after every round: each is whole runs, as many as in the others."""
         is_whole = len({*self.rounds}) == 1 and self.rounds[0] % self.runs.length == 0
@@ -169,7 +171,7 @@ class StepSums:
             return self.runs
         return Runs(self.rounds[0] // self.runs.length, self.runs.length)
 
-    @property
+    @cached_property
     def by_round(self) -> list[RoundSums]:
         """Return the loaded and left sums of each round."""
         last = len(self.rounds) - 1
@@ -202,7 +204,10 @@ class StepSums:
         """
         if self.on_drives or (self.runs.number == 1 and self.num_ranks == 1 and not is_wide):
             return SumRoom()
-        most = max((each.left.stop for each in self.by_round[:-1]), default=0)
+        if self.runs.number == 1 and not self.are_shared:  # one sum, to which every round adds
+            most = int(len(self.rounds) > 1)
+        else:
+            most = max((each.left.stop for each in self.by_round[:-1]), default=0)
         if self.are_shared and most:
             return SumRoom(0, most, self.num_ranks, self.sequence)
         return SumRoom(0 if self.are_shared else most)

@@ -37,8 +37,9 @@ class TrainConfig(Section):
     """Passes over the data, such as 3 or 0.5, in place of `train.steps`. null = 1."""
     tokens_per_step: OpenCount = AUTO
     """Tokens per optimizer step, of all ranks, rounded down to whole rows; what fills rows up counts too, and
-    both sequences of a pair. `auto` = 131,072 (8,192 on a CPU, 32,768 where adapters are trained), halved
-    until the run has 100 steps and a pass over its data 32; if `train.steps` is given, only a pass counts."""
+    both sequences of a pair. `auto` = 131,072 (8,192 on a CPU, 32,768 where adapters are trained) or less, so
+    that rows are a power of two, halved until the run has 100 steps and a pass over its data 32; if
+    `train.steps` is given, only a pass counts."""
     micro_batch_size: OpenCount = AUTO
     """Rows of `data.seq_len` tokens in one forward and backward; where answers are judged (`train.loss`),
     pairs or answers, of two sequences each. `auto` = as planned: the fastest of 1, 2, 3, 4, 6, 8, ... 64. It

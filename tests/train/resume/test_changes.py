@@ -45,5 +45,5 @@ def test_another_budget_of_compiled_layers_is_named(tmp_path: Path) -> None:
     saved = make_config(tmp_path, train={"activation_budget": 0.5}).model_dump(mode="json")
     swapped = make_config(tmp_path, train={"activation_budget": 0.3})
     assert changed_settings(saved, swapped) == ["train.activation_budget 0.5 -> 0.3"]
-    left_open = make_config(tmp_path)
+    left_open = make_config(tmp_path, train={"micro_batch_size": "auto"})
     assert changed_settings(saved, left_open) == []
