@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published.predict import Compared, errors_of, machine_rows, read_options
-from benchmarks.published.rows import Row, flops_of, held_out_rows, machine_named, step_of
+from benchmarks.published.predict import Prediction, errors_of, machine_rows, prediction, read_options
+from benchmarks.published.rows import Row, held_out_rows
 from benchmarks.report import hardware
 
 GROUP = 0.25
@@ -30,45 +30,20 @@ _ONE_GPU = {"8xh100": "h100", "8xa100": "a100", "8xa100-40gb": "a100"}
 """By machine, the file of one of its GPUs, in whose rows its matrix products were fitted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOut(Compared):
-    """A row beside what the planner says, and what FLOPs alone say."""
-
-    by_flops: float
-
-    @property
-    def group(self) -> str:
-        """The system and the machine."""
-        return group_of(self.row)
-
-    @property
-    def flops_error(self) -> float:
-        """As `error`, by FLOPs alone."""
-        return self.by_flops / self.row.tokens_per_s - 1
-
-
 def group_of(row: Row) -> str:
     """Return the group that a row is held out with."""
     return f"{row.system} on {row.machine}"
 
 
-def held_out(machines: Sequence[str] = ()) -> Iterator[HeldOut]:
+def held_out(machines: Sequence[str] = ()) -> Iterator[Prediction]:
     """Yield the rows of some machines, or of all, with what the planner says, without those left out."""
     for row in held_out_rows():
         if row.left_out or (machines and row.machine not in machines):
             continue
-        step = step_of(row, machine_named(row.machine))
-        fitted = machine_rows()[_ONE_GPU[row.machine]][0]
-        flops_per_s = flops_of(fitted) / (fitted.tokens / fitted.tokens_per_s)
-        yield HeldOut(
-            row=row,
-            predicted=row.tokens / step.step_s,
-            by_flops=row.tokens / (flops_of(row) / flops_per_s),
-            bound=max(step.bounds_s, key=lambda name: step.bounds_s[name]),
-        )
+        yield prediction(row, machine_rows()[_ONE_GPU[row.machine]][0])
 
 
-def table(found: Sequence[HeldOut]) -> Iterator[str]:
+def table(found: Sequence[Prediction]) -> Iterator[str]:
     """Yield the lines of a table in Markdown."""
     heads = "group", "GPUs", "model", "tokens of a row", "of a micro-batch", "published", "planned", "error"
     yield f"| {' | '.join(heads)} | FLOPs alone |"
@@ -77,25 +52,26 @@ def table(found: Sequence[HeldOut]) -> Iterator[str]:
         row = one.row
         again = ", run again" if row.recomputed else ""
         yield (
-            f"| {one.group} | {row.gpus * row.nodes} | {row.model}{again} | {row.seq_len:,} "
+            f"| {group_of(one.row)} | {row.gpus * row.nodes} | {row.model}{again} | {row.seq_len:,} "
             f"| {row.micro_batch_size * row.seq_len:,} | {row.tokens_per_s:,.0f} | {one.predicted:,.0f} "
             f"| {one.error:+.1%} | {one.flops_error:+.1%} |"
         )
 
 
-def summary(found: Sequence[HeldOut]) -> Iterator[str]:
+def summary(found: Sequence[Prediction]) -> Iterator[str]:
     """Yield the errors of each group and of all."""
     yield "| group | rows | median error | worst | beyond 25 % | FLOPs alone: median | worst |"
     yield "|---|---|---|---|---|---|---|"
-    for name in (*dict.fromkeys(one.group for one in found), "all"):
-        some = [one for one in found if name in (one.group, "all")]
+    for name in (*dict.fromkeys(group_of(one.row) for one in found), "all"):
+        some = [one for one in found if name in (group_of(one.row), "all")]
         yield errors_of(name, [one.error for one in some], [one.flops_error for one in some])
 
 
-def medians(found: Sequence[HeldOut]) -> dict[str, float]:
+def medians(found: Sequence[Prediction]) -> dict[str, float]:
     """Return the median error of each group, and of all."""
-    groups = {name: [one.error for one in found if one.group == name] for name in {o.group for o in found}}
-    groups["all"] = [one.error for one in found]
+    groups = {"all": [one.error for one in found]}
+    for one in found:
+        groups.setdefault(group_of(one.row), []).append(one.error)
     return {name: statistics.median(map(abs, errors)) for name, errors in sorted(groups.items())}
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.published.rows import Row, flops_of, rows, step_of
+from benchmarks.published.rows import Row, flops_of, machine_named, rows, step_of
 from benchmarks.report import hardware
 from megatrain.hardware import HardwareSpec, load_machine
 
@@ -81,15 +81,21 @@ def predictions(machines: Sequence[str] = ()) -> Iterator[Prediction]:
 
 
 def prediction(row: Row, fitted: Row) -> Prediction:
-    """Return a row with what the planner says, and what the fitted row of its machine says by FLOPs alone."""
-    step = step_of(row, load_machine(row.machine))
+    """Return a row with what the planner says, and what the fitted row of one of its GPUs says by FLOPs."""
+    predicted, bound = planned(row)
+    return Prediction(row=row, predicted=predicted, bound=bound, by_flops=by_flops(row, fitted))
+
+
+def planned(row: Row) -> tuple[float, str]:
+    """Return the tokens per second that the planner gives a row, and what bounds its step."""
+    step = step_of(row, machine_named(row.machine))
+    return row.tokens / step.step_s, max(step.bounds_s, key=lambda name: step.bounds_s[name])
+
+
+def by_flops(row: Row, fitted: Row) -> float:
+    """Return the tokens per second of a row by FLOPs alone, at the rate of one GPU's fitted row."""
     flops_per_s = flops_of(fitted) / (fitted.tokens / fitted.tokens_per_s)
-    return Prediction(
-        row=row,
-        predicted=row.tokens / step.step_s,
-        by_flops=row.tokens / (flops_of(row) / flops_per_s),
-        bound=max(step.bounds_s, key=lambda name: step.bounds_s[name]),
-    )
+    return row.tokens / (flops_of(row) / flops_per_s)
 
 
 def fitted_rate(row: Row, spec: HardwareSpec) -> float:

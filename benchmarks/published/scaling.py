@@ -20,12 +20,14 @@ from benchmarks.published.predict import (
     MEDIAN,
     WORST,
     Compared,
+    by_flops,
     errors_of,
     fitted_rate,
     machine_rows,
+    planned,
     read_options,
 )
-from benchmarks.published.rows import Row, flops_of, machine_named, rows, scaling_rows, step_of
+from benchmarks.published.rows import Row, machine_named, rows, scaling_rows, step_of
 from benchmarks.report import hardware
 from megatrain.hardware import HardwareSpec
 
@@ -78,16 +80,9 @@ def scaled_rows(machines: Sequence[str] = ()) -> Iterator[Scaled]:
 
 def scaled(row: Row) -> Scaled:
     """Return a row with what the planner says, and a straight line."""
-    step = step_of(row, machine_named(row.machine))
-    bounds = step.bounds_s
+    predicted, bound = planned(row)
     linear, is_line = _linear(row)
-    return Scaled(
-        row=row,
-        predicted=row.tokens / step.step_s,
-        linear=linear,
-        is_line=is_line,
-        bound=max(bounds, key=lambda name: bounds[name]),
-    )
+    return Scaled(row=row, predicted=predicted, bound=bound, linear=linear, is_line=is_line)
 
 
 def _linear(row: Row) -> tuple[float, bool]:
@@ -110,9 +105,7 @@ def _linear(row: Row) -> tuple[float, bool]:
         return base.tokens_per_s * _count(row) / _count(base), True
     if not one_gpu:  # the fewest GPUs themselves
         return row.tokens_per_s, True
-    fitted = machine_rows()[one_gpu][0]
-    flops_per_s = flops_of(fitted) / (fitted.tokens / fitted.tokens_per_s)
-    return row.tokens / (flops_of(row) / flops_per_s), False
+    return by_flops(row, machine_rows()[one_gpu][0]), False
 
 
 def _count(row: Row) -> int:

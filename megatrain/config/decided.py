@@ -92,8 +92,7 @@ def as_settings(config: Config) -> Config:
 
 def smallest_micro_batches(config: Config) -> Config:
     """Return settings without open values for a model that no planner can count."""
-    if config.train.activation_budget == AUTO:
-        config = with_budget(config, ALL)
+    config = with_budget(config, config.activation_budget)
     if config.is_decided:
         return config
     return with_micro_batches(config, micro_batch_sizes(config, config.parallel.shards or 1)[0])
@@ -119,10 +118,8 @@ def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
         train["tokens_per_step"] = size * number * row_tokens
     is_open = now.micro_batch_size == AUTO and AUTO in (now.tokens_per_step, now.grad_accumulation)
     if now.activation_budget == AUTO:
-        budget = then.get("activation_budget", ALL)
-        train["activation_budget"] = (
-            ALL if budget == AUTO else budget
-        )  # open: of a model that was not counted
+        budget = then.get("activation_budget", AUTO)
+        train["activation_budget"] = ALL if budget == AUTO else budget
     if is_open and (now.tokens_per_step == AUTO or now.tokens_per_step >= size * row_tokens):
         train["micro_batch_size"] = size
     return _changed(config, train=train, data={"seq_len": seq_len})

@@ -204,10 +204,7 @@ class StepSums:
         """
         if self.on_drives or (self.runs.number == 1 and self.num_ranks == 1 and not is_wide):
             return SumRoom()
-        if self.runs.number == 1 and not self.are_shared:  # one sum, to which every round adds
-            most = int(len(self.rounds) > 1)
-        else:
-            most = max((each.left.stop for each in self.by_round[:-1]), default=0)
+        most = max((each.left.stop for each in self.by_round[:-1]), default=0)
         if self.are_shared and most:
             return SumRoom(0, most, self.num_ranks, self.sequence)
         return SumRoom(0 if self.are_shared else most)

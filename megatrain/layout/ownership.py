@@ -209,20 +209,29 @@ def _first_share(sizes: BlockBytes, length: Callable[[int], int]) -> Share:
     return Share(range(split), range(sizes.num_split, sizes.num_split + full))
 
 
+def num_chunks(numel: int) -> int:
+    """Return how many sums of squares a segment of so many elements has."""
+    return -(-numel // CUT_NUMEL)
+
+
+def tree_room(count: int) -> int:
+    """Return the power of two, at least 1, of numbers that a balanced tree adds up in place of so many."""
+    return 1 << max(0, count - 1).bit_length()
+
+
 def _planned(numel: int, num_ranks: int) -> int:
-    num_chunks = -(-numel // CUT_NUMEL)
-    return -(-numel // num_ranks) if num_chunks < num_ranks else _largest(numel, num_ranks)
+    return -(-numel // num_ranks) if num_chunks(numel) < num_ranks else _largest(numel, num_ranks)
 
 
 def _largest(numel: int, num_ranks: int) -> int:
-    num_chunks = -(-numel // CUT_NUMEL)
-    return numel if num_chunks < num_ranks else min(numel, CUT_NUMEL * -(-num_chunks // num_ranks))
+    count = num_chunks(numel)
+    return numel if count < num_ranks else min(numel, CUT_NUMEL * -(-count // num_ranks))
 
 
 def _cut(start: int, stop: int, block: int, num_ranks: int) -> list[range]:
-    num_chunks = -(-(stop - start) // CUT_NUMEL)
-    if num_chunks < num_ranks:
+    count = num_chunks(stop - start)
+    if count < num_ranks:
         owner = block % num_ranks
         return [range(start, stop) if rank == owner else range(0) for rank in range(num_ranks)]
-    edges = [start + CUT_NUMEL * (num_chunks * rank // num_ranks) for rank in range(num_ranks)] + [stop]
+    edges = [start + CUT_NUMEL * (count * rank // num_ranks) for rank in range(num_ranks)] + [stop]
     return [range(*pair) for pair in pairwise(edges)]

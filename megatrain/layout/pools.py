@@ -21,7 +21,7 @@ from megatrain.layout.host_buffers import (
     PIECE_BYTES,
     padded,
 )
-from megatrain.layout.ownership import CUT_NUMEL, largest_share, room_of_share
+from megatrain.layout.ownership import CUT_NUMEL, largest_share, num_chunks, room_of_share, tree_room
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, Selection
 
 UPDATE_CHUNK_NUMEL = 1 << 22
@@ -120,11 +120,7 @@ def wide_numels(largest_numel: int, in_chunks: bool) -> tuple[int, int]:
     piece = min(largest_numel, SQUARES_CHUNK_NUMEL)
     if not in_chunks:
         return piece + 1, 0
-    return _chunks(piece) * CUT_NUMEL, 1 << max(0, _chunks(largest_numel) - 1).bit_length()
-
-
-def _chunks(numel: int) -> int:
-    return -(-numel // CUT_NUMEL)
+    return num_chunks(piece) * CUT_NUMEL, tree_room(num_chunks(largest_numel))
 
 
 def exchanged_sum(sizes: BlockBytes, exchange: Exchange) -> int:

@@ -29,15 +29,17 @@ def add_all(sums: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         sums: fp32, or of the dtype of the values.
         values: Of the same shapes and on the same device, each.
     """
-    pairs = [*zip(sums, values, strict=True)]
-    if pairs and adds_by_kernel(sums[0].device):
+    others = [*zip(sums, values, strict=True)]
+    if others and adds_by_kernel(sums[0].device):
+        pairs, others = others, []
         with launching_on(sums[0].device):
             for total, value in pairs:
                 if _suits(total, value):
                     _add_by_kernel(total, value)
-        pairs = [pair for pair in pairs if not _suits(*pair)]
-    if pairs:
-        torch._foreach_add_([total for total, _ in pairs], [value for _, value in pairs])
+                else:
+                    others.append((total, value))
+    if others:
+        torch._foreach_add_([total for total, _ in others], [value for _, value in others])
 
 
 def adds_by_kernel(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatrain.layout.ownership import CUT_NUMEL
+from megatrain.layout.ownership import CUT_NUMEL, num_chunks, tree_room
 from megatrain.optim.pool import WorkerPool
 from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
 
@@ -88,7 +88,7 @@ def chunk_squares_on_device(flat: Tensor, out: Tensor, scratch: Tensor) -> None:
     at_once = len(scratch) // SUM_CHUNK_NUMEL
     for first in range(0, len(out), at_once):
         part = flat[first * SUM_CHUNK_NUMEL : (first + at_once) * SUM_CHUNK_NUMEL]
-        chunks = -(-part.numel() // SUM_CHUNK_NUMEL)
+        chunks = num_chunks(part.numel())
         squares = scratch[: chunks * SUM_CHUNK_NUMEL]
         squares[part.numel() :].zero_()
         squares[: part.numel()].copy_(part)
@@ -98,11 +98,6 @@ def chunk_squares_on_device(flat: Tensor, out: Tensor, scratch: Tensor) -> None:
             width //= 2
             rows[:, :width] += rows[:, width : 2 * width]
         out[first : first + chunks].copy_(rows[:, 0])
-
-
-def num_chunks(numel: int) -> int:
-    """Return how many sums of squares a flat tensor has."""
-    return -(-numel // SUM_CHUNK_NUMEL)
 
 
 def tree_squares_on_device(
@@ -124,14 +119,14 @@ def tree_squares_on_device(
             more = num_chunks(piece.numel())
             chunk_squares_on_device(piece, sums[count : count + more], scratch)
             count += more
-        size = 1 << max(0, count - 1).bit_length()
+        size = tree_room(count)
         sums[count:size].zero_()
         out.add_(_halved(sums[:size]))
 
 
 def tree_sum(values: Tensor) -> Tensor:
     """Add up a (N,) tensor by a balanced tree of single additions, on its device; return a 0-dim tensor."""
-    total = torch.zeros(1 << max(0, len(values) - 1).bit_length(), dtype=values.dtype, device=values.device)
+    total = torch.zeros(tree_room(len(values)), dtype=values.dtype, device=values.device)
     total[: len(values)].copy_(values)
     return _halved(total)
 

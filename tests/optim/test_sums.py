@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.layout.ownership import num_chunks
 from megatrain.layout.pools import wide_numels
 from megatrain.optim.clip import global_norm
 from megatrain.optim.pool import WorkerPool
@@ -12,7 +13,6 @@ from megatrain.optim.sums import (
     add,
     add_last,
     chunk_squares_on_device,
-    num_chunks,
     squares_on_device,
     sum_of_squares,
     tree_squares_on_device,

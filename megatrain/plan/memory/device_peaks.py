@@ -140,11 +140,11 @@ class DevicePeaks:
             yield self._head_backward(place)
         yield self._embedding()
         ids = IDS_BYTES * self._anatomy.tokens * self._m
-        after = max([*self._scratch_bytes(), *self._rounded_bytes(is_resident=True)], default=0)
+        after = max([*self._scratch_bytes(), *self._rounded_bytes()], default=0)
         yield DevicePeak("update", working=self.constant + ids + after)
 
-    def _rounded_bytes(self, *, is_resident: bool) -> Iterator[int]:
-        """Yield what ranks take to exchange and round each sum of resident blocks, or of streamed ones.
+    def _rounded_bytes(self) -> Iterator[int]:
+        """Yield what ranks take to exchange and round each sum of resident blocks.
 
         A rank that is alone has scratch memory for it, and so has one whose lanes run at the same time.
         """
@@ -152,7 +152,7 @@ class DevicePeaks:
             return
         first = self._block_sums.first_streamed(self._choice)
         for number, is_outer in self._block_sums.sample(self._choice):
-            if (is_outer or number < first) is is_resident:
+            if is_outer or number < first:
                 yield self._completed_bytes(self._block_sums.blocks[number].sizes)
 
     def _completed_bytes(self, sizes: BlockBytes) -> int:

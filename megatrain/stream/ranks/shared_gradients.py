@@ -24,9 +24,8 @@ from megatrain.hardware.memory import GIB, give_back_where_short
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.exchange import Exchange, rail_numel
-from megatrain.layout.ownership import CUT_NUMEL, piece_bytes, shares, state_shares
+from megatrain.layout.ownership import CUT_NUMEL, num_chunks, piece_bytes, shares, state_shares
 from megatrain.layout.pools import SQUARES_CHUNK_NUMEL
-from megatrain.optim.sums import num_chunks
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.store.state import HostState
 from megatrain.stream.job.ranks import Ranks
@@ -276,7 +275,7 @@ def _take(
 def _num_chunks(layout: BlockLayout) -> tuple[int, int]:
     """Return how many sums of squares the two segments of a block have."""
     split, full = layout.num_split, layout.num_state - layout.num_split
-    return -(-split // CUT_NUMEL), -(-full // CUT_NUMEL)
+    return num_chunks(split), num_chunks(full)
 
 
 def gradients_of(
