@@ -403,12 +403,7 @@ def part_of(
                 f"sums ({KEYS['sums']}) is {sums}, but {num_ranks} ranks train together; use device, or one "
                 "rank"
             )
-        if choice.given.get("mirror_resident") is False:
-            raise ConfigError(
-                f"mirror_resident ({KEYS['mirror_resident']}) is False, but {num_ranks} ranks train "
-                "together, which keep one state in RAM; use True, or one rank"
-            )
-        choice = replace(choice, sums="device", mirror_resident=True)
+        choice = replace(choice, sums="device")
     if batch is None:
         return choice, None
     part = batch.runs.shared_out(num_ranks, batch.sequence)

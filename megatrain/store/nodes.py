@@ -7,7 +7,7 @@ either, since a read takes a page too. A single node keeps everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -43,13 +43,20 @@ class NodeParts:
         self._nodes.meet("spread")
 
     def give_back(
-        self, block: int, state: BlockState, planes: Sequence[str], arenas: Mapping[str, Arena]
+        self, block: int, state: BlockState, planes: Sequence[str], arena_of: Callable[[str, int], Arena]
     ) -> None:
-        """Drop the parts of other nodes in planes that all ranks of the node map."""
+        """Drop the parts of other nodes in planes that all ranks of the node map.
+
+        Args:
+            block: The number of the block.
+            state: The block.
+            planes: The names of the planes.
+            arena_of: A function that returns the memory that has a plane of a block.
+        """
         for plane in planes:
             for node in range(self._nodes.num_nodes):
                 for part in self._of(block, state, node, [plane]) if node != self._nodes.node else ():
-                    arenas[plane].give_back(part)
+                    arena_of(plane, block).give_back(part)
 
     def _of(self, block: int, state: BlockState, node: int, planes: Sequence[str]) -> list[Tensor]:
         found = []

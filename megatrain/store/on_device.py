@@ -1,25 +1,25 @@
 """State of blocks that is on the device and nowhere else, and how it gets to RAM for as long as it is lent.
 
 Such a block has addresses in RAM all the time. They have memory until an engine has the block on the device,
-and then only while somebody reads or writes it.
+and then only while somebody reads or writes it. Of several ranks each has all weights on its device, and of
+the rest its share, which it copies by itself; the first rank of a node gives the memory back for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Protocol
 
 from torch import Tensor
 
-from megatrain.store.block_state import BlockState
 from megatrain.store.planes import Planes
+from megatrain.store.ranks import StateRanks
 
 _WORKING = ("working",)
 
 
 class DeviceHome(Protocol):
-    """What has the state of some blocks on the device."""
+    """What has the state of some blocks on a rank's device: all weights, and its share of other planes."""
 
     def holds(self, block: int) -> bool:
         """Whether a block's state is there, and nowhere else."""
@@ -30,21 +30,26 @@ class DeviceHome(Protocol):
     def take(self, block: int, planes: Collection[str]) -> None:
         """Copy some planes of a block from there, and wait for it."""
 
+    def read_working(self, block: int) -> Tensor:
+        """Return a copy of a block's working bytes, (working_bytes,)."""
+
 
 class BlocksOnDevice:
     """The blocks of a state that an engine has, or will have, on the device alone."""
 
-    def __init__(self, blocks: Collection[int], planes: Planes) -> None:
+    def __init__(self, blocks: Collection[int], planes: Planes, ranks: StateRanks) -> None:
         """Begin with all of them in RAM.
 
         Args:
             blocks: The numbers of the blocks.
             planes: The memory of the state in RAM, in which these blocks lie apart.
+            ranks: The ranks that map this memory, each with a device.
         """
         self.blocks = frozenset(blocks)
         self.home: DeviceHome | None = None
         """What has them, once there is an optimizer; None: they are in RAM."""
         self._planes = planes
+        self._ranks = ranks
 
     def holds(self, block: int) -> bool:
         """Whether a block is on the device and nowhere else at this moment."""
@@ -60,34 +65,38 @@ class BlocksOnDevice:
         """The bytes of the working weights of these."""
         return sum(self._planes.blocks[block].working.nbytes for block in self.held)
 
-    @contextmanager
-    def borrow(self, block: int, *, writes: bool, has_working: bool) -> Iterator[BlockState]:
-        """Have a block in RAM until the context ends.
+    def bring(self, block: int, *, has_working: bool) -> None:
+        """Have a block in RAM until `give_back`; all ranks of the node call it.
 
         Args:
             block: The number of the block.
-            writes: Whether changes of the caller are kept.
-            has_working: Whether the weights are in RAM already, and stay there.
+            has_working: Whether the weights are in RAM already.
         """
-        state = self._planes.blocks[block]
-        with self._brought(block, [*state.planes, *(() if has_working else _WORKING)]):
-            yield state
-            if writes:
-                self._home.take(block, [*_WORKING, *state.planes])
+        brings_working = self._ranks.local_rank == 0 and not has_working
+        self._home.bring(block, [*self._names(block), *(_WORKING if brings_working else ())])
+        self._ranks.meet()
+
+    def take(self, block: int) -> None:
+        """Keep what the first rank of the node has written to a block of `bring`; all ranks of it call it."""
+        self._ranks.meet()
+        self._home.take(block, [*_WORKING, *self._names(block)])
+
+    def give_back(self, block: int, *, has_working: bool) -> None:
+        """Give back what `bring` has taken; the first rank of a node does it, when all have read it."""
+        self._planes.give_back(block, [*self._names(block), *(() if has_working else _WORKING)])
 
     def read_working(self, block: int) -> Tensor:
         """Return a copy of a block's working bytes, (working_bytes,)."""
-        with self._brought(block, _WORKING):
-            return self._planes.blocks[block].working.clone()
+        return self._home.read_working(block)
 
     def bring_working(self) -> None:
         """Make all working weights readable at their addresses, until `drop_working`."""
         for block in self.held:
             self._home.bring(block, _WORKING)
 
-    def keep_working(self, *, has_brought: bool) -> None:
-        """Take weights of `bring_working` that the caller has changed, if they were brought."""
-        for block in self.held if has_brought else ():
+    def take_working(self) -> None:
+        """Take weights of `bring_working` that the caller has changed."""
+        for block in self.held:
             self._home.take(block, _WORKING)
 
     def drop_working(self) -> None:
@@ -95,15 +104,11 @@ class BlocksOnDevice:
         for block in self.held:
             self._planes.give_back(block, _WORKING)
 
+    def _names(self, block: int) -> list[str]:
+        """Return the names of a block's planes beside its weights."""
+        return [*self._planes.blocks[block].planes]
+
     @property
     def _home(self) -> DeviceHome:
         assert self.home is not None
         return self.home
-
-    @contextmanager
-    def _brought(self, block: int, planes: Collection[str]) -> Iterator[None]:
-        try:
-            self._home.bring(block, planes)
-            yield
-        finally:
-            self._planes.give_back(block, planes)

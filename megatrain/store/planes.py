@@ -175,6 +175,10 @@ class Planes:
         """Bytes of the planes of blocks that will be on the device, as they are before."""
         return sum(arena.nbytes for arena in self.apart.values())
 
+    def arena_of(self, plane: str, block: int) -> Arena:
+        """Return the memory that has a plane of a block."""
+        return (self.apart if block in self._on_device and plane in self.apart else self.arenas)[plane]
+
     def give_back(self, block: int, planes: Iterable[str]) -> None:
         """Give the memory of some planes of a block back, whose state is on the device; addresses stay."""
         for name in planes:

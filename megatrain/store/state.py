@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.runs import SumRoom
-from megatrain.errors import CapacityError, ConfigError
-from megatrain.hardware import GIB, host_memory
+from megatrain.errors import ConfigError
+from megatrain.hardware import host_memory
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.store.arena import Arena
 from megatrain.store.block_state import BlockState, write_value
@@ -32,6 +32,7 @@ from megatrain.store.placement import Placement, Tiers
 from megatrain.store.planes import Planes
 from megatrain.store.precision import Precision
 from megatrain.store.ranks import StateRanks
+from megatrain.store.read_in import WeightsReadIn, require_room
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class HostState:
     """All planes of all blocks. One arena per plane, of exact size, allocated when it is first needed."""
 
     call_others: Callable[[int], object] | None = None
-    """Lets the other nodes `lend` a block to this rank, which reads by itself; None: all borrow together."""
+    """Lets the other ranks `lend` a block to this one, which reads by itself; None: all borrow together."""
     limit: int | None = None
     """The bytes that all planes may take; None: what the machine has."""
     make_planes: Callable[[Sequence[BlockLayout], Placement, StateRanks, Collection[int]], Planes] = Planes
@@ -86,12 +87,11 @@ class HostState:
         """Blocks on the drives whose first values arrive, each with the buffer of its image."""
         self._num_filled = [0] * len(layouts)
         """By block: elements that have been put there, until it is complete."""
-        self._has_brought = False
         self._has_restored_planes = False
         """The first optimizer goes on with what `_restore` has read."""
         self.on_drives = BlocksOnDrives(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks)
         need = sum(self.on_drives.placement.ram_bytes.values())
-        _require_room(
+        require_room(
             need,
             "the part of the state that stays in RAM takes",
             "lower memory.tiers.ram, so that more goes to the drives",
@@ -106,7 +106,8 @@ class HostState:
         """What was committed, if that is what this state goes on from; the first rank knows it."""
         try:
             self.planes = self.make_planes(self.layouts, self.on_drives.placement, ranks, on_device)
-            self.on_device = BlocksOnDevice(on_device, self.planes)
+            self.on_device = BlocksOnDevice(on_device, self.planes, ranks)
+            self.weights = WeightsReadIn(self.planes, self.on_drives, self.on_device, ranks)
             self.blocks = self.planes.blocks
             self._owner = {
                 entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries
@@ -146,6 +147,11 @@ class HostState:
     def is_parted(self) -> bool:
         """Whether several nodes keep it, each its part: planes have holes then, which `borrow` fills."""
         return self._parts.are_several
+
+    @property
+    def is_read_by_all(self) -> bool:
+        """Whether all ranks have to `borrow` what one of them reads: a part of it is theirs alone."""
+        return self.is_parted or bool(self.on_device.held)
 
     def is_for(
         self,
@@ -201,9 +207,10 @@ class HostState:
         """Bytes in this node's RAM of each plane allocated so far, and of this rank's own buffers."""
         found = {plane: arena.nbytes for plane, arena in self.planes.arenas.items()}
         for plane in self._parted & found.keys():
-            parts = (self._parts.own(number, state, [plane]) for number, state in enumerate(self.blocks))
+            here = (block for block in range(len(self.blocks)) if block not in self.on_device.blocks)
+            parts = (self._parts.own(block, self.blocks[block], [plane]) for block in here)
             found[plane] = sum(part.nbytes for own in parts for part in own)
-        return found | ({"weights read in": self.planes.paged.nbytes} if self._has_brought else {})
+        return found | ({"weights read in": self.weights.nbytes} if self.weights.are_here else {})
 
     @property
     def host_bytes(self) -> int:
@@ -239,18 +246,17 @@ class HostState:
         """Lend a block with all its planes, wherever they live, until the context ends.
 
         Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`. What other
-        nodes keep of it comes from there; see `call_others`. Where the caller `writes`, nothing comes, and
-        what is not of this node is dropped: the first rank of each node does it, with the same values.
+        nodes keep of it comes from there, and what other ranks have on their devices; see `call_others`.
+        Where the caller `writes`, nothing comes from other nodes, and what is not of this node is dropped:
+        the first rank of each node does it, with the same values. Of a block on devices the other ranks take
+        part, and write nothing.
 
         Args:
             block: The block's number.
             writes: Whether changes of the caller are kept; without, it must change nothing.
         """
-        if self.on_device.holds(block):
-            with self.on_device.borrow(block, writes=writes, has_working=self._has_brought) as lent:
-                yield lent
-            return
-        if writes or not self.is_parted:
+        is_on_device = self.on_device.holds(block)
+        if not is_on_device and (writes or not self.is_parted):
             lent, buffer = self._lend(block)
             if buffer is not None:
                 self._read(block, lent, buffer)
@@ -258,12 +264,14 @@ class HostState:
             if writes:
                 self._keep(block, lent, buffer)
             return
-        call = self.call_others
+        call = None if writes else self.call_others
         if call is not None:
             call(block)
-        lent = self._bring(block)
+        lent = self._bring(block, comes=not writes)
         try:
             yield lent
+            if writes:
+                self.on_device.take(block)
         finally:
             if call is None:
                 self._ranks.meet("spread")
@@ -274,16 +282,11 @@ class HostState:
         self._bring(block)
         self._drop(block)
 
-    def lend_working(self, block: int) -> Tensor:
-        """Return a block's working bytes, (working_bytes,), to be read at once; in new memory from drives."""
-        working = self.blocks[block].working
-        if self.on_device.holds(block) and not self._has_brought:
-            return self.on_device.read_working(block)
-        if not self.on_drives.holds_working(block):
-            return working
-        buffer = self._working_buffer(block)
-        self.on_drives.read(block, buffer, state=False)
-        return buffer[: working.numel()]
+    def follow(self, block: int) -> None:
+        """Take part, on a rank that is not the first of its node, in what that one writes to a block."""
+        if self.on_device.holds(block):
+            with self.borrow(block, writes=True):
+                pass
 
     def masters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, fp32 value in a new tensor) lazily; names of one block should come together."""
@@ -317,50 +320,6 @@ class HostState:
         """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""
         for number, state in enumerate(self.blocks) if self.is_parted else ():
             self._parts.bring(number, state, ["gradient"])
-
-    @property
-    def has_working(self) -> bool:
-        """Whether all weights can be read at their addresses."""
-        return self._has_brought or not (self.on_drives.placement.working_on_drives or self.on_device.held)
-
-    def bring_working(self) -> None:
-        """Make weights that live on drives or the device readable at their addresses, until `drop_working`.
-
-        Raises:
-            CapacityError: The machine has no room for them.
-        """
-        if self.has_working:
-            return
-        on_device = self.on_device.working_bytes
-        _require_room(
-            self.planes.paged.nbytes + on_device,
-            f"the weights on the {'device' if on_device else 'drives'} take",
-            "read them block by block (engine.named_masters), or save a checkpoint",
-        )
-        self.on_device.bring_working()
-        for block in sorted(self.on_drives.placement.working_on_drives):
-            self.blocks[block].working.copy_(self.lend_working(block))
-        self._has_brought = True
-
-    def keep_working(self) -> None:
-        """Write back weights of `bring_working` that the caller has changed.
-
-        Of several ranks of a node the first one has changed them, and the others bring them anew.
-        """
-        if self._ranks.local_rank:
-            self.drop_working()
-        self.on_device.keep_working(has_brought=self._has_brought)
-        for block in sorted(self.on_drives.placement.working_on_drives) if self._has_brought else ():
-            working, buffer = self.blocks[block].working, self._working_buffer(block)
-            buffer[: working.numel()].copy_(working)
-            self.on_drives.write(block, buffer, state=False)
-
-    def drop_working(self) -> None:
-        """Give the memory of `bring_working` back: the weights are about to change on the drives."""
-        if self._has_brought:
-            self.planes.paged.drop()
-            self.on_device.drop_working()
-            self._has_brought = False
 
     def mark_changed(self, *blocks: int) -> None:
         """Take note that what is in RAM of blocks, or of all if none is given, may differ from its image."""
@@ -443,16 +402,24 @@ class HostState:
                     place.copy_(part)
             both = self.on_drives.holds_working(number)
             self.on_drives.write(number, buffer, working=both)
-            if both and self._has_brought:
+            if both and self.weights.are_here:
                 self.blocks[number].working.copy_(lent.working)
         self.mark_changed(number)
 
-    def _bring(self, block: int) -> BlockState:
-        """Return the whole block, in memory that all ranks of the node map: all ranks call it."""
+    def _bring(self, block: int, *, comes: bool = True) -> BlockState:
+        """Return the whole block, in memory that all ranks of the node map: all ranks call it.
+
+        Args:
+            block: The block's number.
+            comes: Whether what other nodes keep of it is wanted.
+        """
         lent, buffer = self._lend(block, self._lent)
+        if self.on_device.holds(block):
+            self.on_device.bring(block, has_working=self.weights.are_here)
         if buffer is not None and self._ranks.local_rank == 0:
             self._read(block, lent, buffer)
-        self._parts.bring(block, lent, self._state_planes)
+        if comes and self.is_parted:
+            self._parts.bring(block, lent, self._state_planes)
         return lent
 
     def _drop(self, block: int) -> None:
@@ -463,9 +430,11 @@ class HostState:
                 self._lent.give_back(self._lent.view(torch.uint8, 0, self._lent.nbytes))
 
     def _give_back(self, block: int) -> None:
-        """Drop what other nodes keep of the planes in RAM of a block."""
-        if not self.on_drives.holds_state(block):
-            self._parts.give_back(block, self.blocks[block], self._state_planes, self.planes.arenas)
+        """Drop what other nodes keep of the planes in RAM of a block, or all where it is on the device."""
+        if self.on_device.holds(block):
+            self.on_device.give_back(block, has_working=self.weights.are_here)
+        elif not self.on_drives.holds_state(block):
+            self._parts.give_back(block, self.blocks[block], self._state_planes, self.planes.arena_of)
 
     def _restore(self) -> None:
         """Read what lives in RAM from its images; a block that was never written has nothing to restore.
@@ -481,20 +450,3 @@ class HostState:
                     part.copy_(place)
         self.on_drives.meet("orders")
         self._has_restored_planes = True
-
-    def _working_buffer(self, number: int) -> Tensor:
-        image = self.on_drives.images[number]
-        return page_memory(image.num_bytes - image.working_start)
-
-
-def _require_room(nbytes: int, what: str, remedy: str) -> None:
-    """Refuse to take more host memory than there is.
-
-    Raises:
-        CapacityError: There is less.
-    """
-    room = host_memory().available_bytes
-    if nbytes > room:
-        raise CapacityError(
-            f"host memory: {what} {nbytes / GIB:.2f} GiB, but {room / GIB:.2f} GiB are left; {remedy}"
-        )

@@ -368,7 +368,7 @@ class Engine:
             CapacityError: There is no room for them.
         """
         self.settle()
-        self.host.bring_working()
+        self.host.weights.bring()
 
     def settle(self) -> None:
         """Wait for every update, all ranks together: `host.borrow` then lends what the last step has left."""
@@ -402,7 +402,7 @@ class Engine:
     def weights_changed(self) -> None:
         """Take note, on every rank, that a node's first one has written to the host state: copies are old."""
         self.arrangement.wholeness.check()
-        self.host.keep_working()
+        self.host.weights.take()
         self.host.mark_changed()
         self.executor.invalidate()
         self.executor.states.forget()

@@ -188,7 +188,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         executor.complete_gradients(leave=executor.states.blocks)
         is_immediate = self.updates is Updates.IMMEDIATE
         stats = StepStats(executor.wait_for_norm, can_skip=not is_immediate)
-        executor.host.drop_working()
+        executor.host.weights.drop()
         waits_for = None if is_immediate else stats
         update = partial(self._update, self._snapshot(), waits_for)
         executor.update(OptimizerWork(update, partial(self._norm, stats)))

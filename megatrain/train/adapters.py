@@ -76,7 +76,7 @@ def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path,
     host = engine.host
 
     def value(name: str) -> Tensor:
-        weights = host.lend_working(host.number_of(name))  # every node has these weights
+        weights = host.weights.read(host.number_of(name))  # every node has these weights
         return view_entry(weights, host.find(name)[1]).clone()
 
     sources = []

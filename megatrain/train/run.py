@@ -168,8 +168,7 @@ class Run:
             CheckpointError: The checkpoint does not belong to this model.
             DataError: The checkpoint does not belong to this data.
         """
-        if self.ranks.local_rank == 0:
-            read_state(self.engine.host, source)
+        read_state(self.engine.host, source, reads=self.ranks.local_rank == 0)
         self.engine.weights_changed()
         self.ranks.meet("orders")
         self.restore_position(meta)

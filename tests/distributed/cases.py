@@ -83,6 +83,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "cut": (ownership.CUT_NUMEL, 320),
     "gathers": (False, True),
     "resident_layers": (0, 2, 4),
+    "mirror_resident": (True, False),
     "gradients": ("host", "device"),
 }
 """Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep.

@@ -30,7 +30,8 @@ def same(told: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert one == {name: value for name, value in expected.items() if name != "is_first"}
 
 
-def test_two_ranks_train_log_and_save_what_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mirror", [True, False])
+def test_two_ranks_train_log_and_save_what_one_process_does(mirror: bool, tmp_path: Path) -> None:
     """11 micro-batches: the last step has 3, of which the second run has one; then the best model is read.
 
     The first rank is the last to come to a save, as on a slow disk.
@@ -42,7 +43,8 @@ def test_two_ranks_train_log_and_save_what_one_process_does(tmp_path: Path) -> N
     assert len(set(alone["norms"])) == 3
     assert sum("eval_loss" in entry for entry in alone["logged"]) == 2
     # as many shards as ranks; the weights of one layer are on the devices, which rank 0 saves by itself
-    settings |= {"shards": None, "saves_for_s": 0.2, "fields": {"resident_layers": 1}}
+    fields = {"resident_layers": 1, "mirror_resident": mirror}
+    settings |= {"shards": None, "saves_for_s": 0.2, "fields": fields}
     same(run_ranks(tmp_path / "logs", 2, train, out=str(tmp_path / "two"), accumulation=2, **settings), alone)
     files = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()}
     assert files == {

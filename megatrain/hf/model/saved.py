@@ -83,7 +83,7 @@ class Checkpoints:
             remove_state(directory)  # left by an earlier run, whose directory Trainer overwrites
             write_state(self._engine, directory)
             (directory / _SHARDS).write_text(json.dumps({"shards": self._num_runs}))
-        elif self._ranks.num_nodes > 1:
+        elif self._engine.host.is_read_by_all:
             lend_state(self._engine)
 
     def read_weights(self, model: Any, checkpoint: str) -> None:
@@ -119,8 +119,7 @@ class Checkpoints:
         self._warn_of_shards(checkpoint)
         self._engine.settle()
         with self._in_turn() as reads:
-            if reads:
-                read_state(self._engine.host, checkpoint)
+            read_state(self._engine.host, checkpoint, reads=reads)
             self._engine.weights_changed()
 
     def _warn_of_shards(self, checkpoint: Path) -> None:
@@ -158,21 +157,31 @@ def read_weights(model: Any, directory: str, host: HostState, *, reads: bool) ->
         CheckpointError: There is no adapter in safetensors.
         ModelError: `load_weights` raises it.
     """
-    if not _is_adapter(model):
-        load_weights(model, directory, host if reads else _Nowhere())
-    elif reads:
-        _read_adapter(model, directory, host)
+    if _is_adapter(model):
+        _read_adapter(model, directory, host, reads=reads)
+    else:
+        load_weights(model, directory, host if reads else _Follower(host))
 
 
-class _Nowhere:
-    """Ignores parameters that another rank puts into the shared state."""
+class _Follower:
+    """Takes part in what the first rank of the node puts into the shared state."""
+
+    def __init__(self, host: HostState) -> None:
+        self._host = host
 
     def put(self, name: str, value: Tensor, region: Region = ()) -> None:
-        """Ignore the value."""
+        """Ignore the value, which that rank has too."""
+        self._host.follow(self._host.number_of(name))
 
 
-def _read_adapter(model: Any, directory: str, host: HostState) -> None:
+def _read_adapter(model: Any, directory: str, host: HostState, *, reads: bool) -> None:
     """Load the active adapter of a `PeftModel` in place; its masters are set to the weights.
+
+    Args:
+        model: The model of the trainer.
+        directory: The checkpoint's directory.
+        host: The host state of the model.
+        reads: Whether this rank fills the shared state.
 
     Raises:
         CheckpointError: There is no adapter in safetensors.
@@ -183,13 +192,15 @@ def _read_adapter(model: Any, directory: str, host: HostState) -> None:
     file = Path(directory) / "adapter_model.safetensors"
     if not file.exists():
         raise CheckpointError(f"{directory} has no {file.name}; resume from another checkpoint")
-    weights = load_peft_weights(directory, device="cpu")
+    weights = load_peft_weights(directory, device="cpu") if reads else {}
     for key, value in weights.items():
         require_finite(value, file, key)
-    set_peft_model_state_dict(model, weights, adapter_name=model.active_adapters[0])
+    if reads:
+        set_peft_model_state_dict(model, weights, adapter_name=model.active_adapters[0])
+    sink = host if reads else _Follower(host)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            host.put(name, parameter.detach().clone())
+            sink.put(name, parameter.detach().clone())
 
 
 def _is_adapter(model: Any) -> bool:

@@ -127,7 +127,7 @@ def _may_be_alone(request: Request) -> bool:
     given, spec = request.choice, request.spec
     is_open = given.mirror_resident in (AUTO, False) and given.tiers in (AUTO, frozenset())
     needs_drives = request.commits or "nvme" in (given.boundaries, given.sums)
-    return is_open and not needs_drives and spec.has_accelerator and request.batch.num_ranks == 1
+    return is_open and not needs_drives and spec.has_accelerator
 
 
 def _alone(request: Request, num_layers: int) -> Request:

@@ -215,7 +215,7 @@ def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path 
         return
 
     def read(name: str) -> Tensor:  # of the base, which is frozen: the working weight is the whole value
-        weights = host.lend_working(host.number_of(name))
+        weights = host.weights.read(host.number_of(name))
         return view_entry(weights, host.find(name)[1]).to(torch.float32)
 
     initialise(model, read, host.put, seed=seed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from megatrain.errors import CapacityError
@@ -24,6 +25,7 @@ from megatrain.plan.program.features.resident import Push, pull
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.block_state import part_of_plane
+from megatrain.store.ranks import StateRanks
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.lanes import Lanes
@@ -39,7 +41,7 @@ class DeviceStates:
         slots: Slots,
         blocks: Iterable[int],
         shares: Sequence[Share],
-        num_ranks: int = 1,
+        ranks: StateRanks,
     ) -> None:
         """Keep `blocks` on the device; their weights are in `slots`, the rest comes with `allocate`.
 
@@ -49,12 +51,12 @@ class DeviceStates:
             slots: The slots with the weights, which are whole.
             blocks: The numbers of the blocks that are resident.
             shares: The share of each block's state that this rank keeps, and updates.
-            num_ranks: The number of ranks that keep shares.
+            ranks: The ranks that keep shares.
         """
         self._lanes = lanes
         self._host = host
         self._slots = slots
-        self._shares, self._num_ranks = shares, num_ranks
+        self._shares, self._ranks = shares, ranks
         self.blocks = frozenset(blocks)
         self._flat: dict[int, Tensor] = {}
         self._planes: dict[int, dict[str, Tensor]] = {}
@@ -76,7 +78,7 @@ class DeviceStates:
             )  # tried while nothing runs; a lane would wait for compute
         for block in sorted(self.blocks - self._planes.keys()):
             layout, planes, start = self._host.layouts[block], {}, 0
-            nbytes = pools.resident_state(layout.sizes, self._host.optimizer, self._num_ranks)
+            nbytes = pools.resident_state(layout.sizes, self._host.optimizer, self._ranks.size)
             self._flat[block] = self._lanes.allocate(nbytes)
             for name, parts in self._at_home(block).items():
                 nbytes = sum(part.nbytes for part in parts)
@@ -89,10 +91,14 @@ class DeviceStates:
             self.take(block, self._names(block))
             self._stale.discard(block)
             self._only_here.add(block)
-            self._host.planes.give_back(block, self._names(block))
+            self._ranks.meet()  # all have taken it
+            if self._ranks.local_rank == 0:
+                self._host.planes.give_back(block, self._names(block))
 
     def bring_home(self, *, optimizer: bool = True) -> None:
         """Copy what is on the device alone to its place in RAM, which is the home again.
+
+        All ranks call it, and each copies its share.
 
         Args:
             optimizer: Whether the optimizer's planes are wanted too.
@@ -100,12 +106,14 @@ class DeviceStates:
         Raises:
             CapacityError: RAM does not hold it; nothing was changed.
         """
+        asked = {"remainder", *(self._host.optimizer.planes if optimizer else ())}
+        asked |= {"working"} if self._ranks.local_rank == 0 else set()
         wanted = {
-            block: [name for name in self._names(block) if optimizer or name in ("working", "remainder")]
-            for block in sorted(self._only_here)
+            block: [name for name in self._names(block) if name in asked] for block in sorted(self._only_here)
         }
-        need = sum(self._nbytes(block, planes) for block, planes in wanted.items())
-        room = host_memory().available_bytes
+        if not wanted:
+            return
+        need, room = self._need_and_room(sum(self._nbytes(block, planes) for block, planes in wanted.items()))
         if need > room:
             raise CapacityError(
                 f"host memory: the state of {len(wanted)} blocks is on the device alone, and takes "
@@ -114,9 +122,18 @@ class DeviceStates:
             )
         for block, planes in wanted.items():
             self.bring(block, planes)
+        self._ranks.meet()
         self._stale |= self._only_here
         self._only_here.clear()
         self._host.on_device.home = None
+
+    def _need_and_room(self, nbytes: int) -> tuple[int, int]:
+        """Return what the ranks of a node want of its RAM together, and what is left, where least is."""
+        needs = torch.stack(self._ranks.gather(torch.tensor(nbytes))).view(-1, self._ranks.local_size).sum(1)
+        available = torch.stack(self._ranks.gather(torch.tensor(host_memory().available_bytes)))
+        rooms = available.view(-1, self._ranks.local_size).min(1).values
+        worst = int((needs - rooms).argmax())
+        return int(needs[worst]), int(rooms[worst])
 
     def release(self) -> None:
         """Give the device memory back; what is newer there must have been pushed."""
@@ -166,11 +183,19 @@ class DeviceStates:
     def bring(self, block: int, planes: Collection[str]) -> None:
         """Copy some planes of a block to their places in RAM, once its updates are done, and wait for it."""
         pairs = [(device, host) for host, device in self._pairs(block, planes=planes)]
-        self._run(Push(block=block, nbytes=self._nbytes(block, planes)), pairs)
+        self._run(Push(block=block, nbytes=self._nbytes(block, planes), is_lent=True), pairs)
 
     def take(self, block: int, planes: Collection[str]) -> None:
         """Copy some planes of a block from their places in RAM, and wait for it."""
-        self._run(pull(block, self._nbytes(block, planes)), self._pairs(block, planes=planes))
+        nbytes, pairs = self._nbytes(block, planes), self._pairs(block, planes=planes)
+        self._run(pull(block, nbytes, is_lent=True), pairs)
+
+    def read_working(self, block: int) -> Tensor:
+        """Return a copy of a block's working bytes, (working_bytes,), once its updates are done."""
+        place = self._slots.place(block, -1)
+        found = torch.empty_like(place, device="cpu")
+        self._run(Push(block=block, nbytes=place.nbytes, is_lent=True), [(place, found)])
+        return found
 
     def _run(self, operation: Operation, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         reads, writes = operation.touched()
@@ -203,7 +228,7 @@ class DeviceStates:
         """
         working, place = self._host.blocks[block].working, self._slots.place(block, -1)
         pairs = [(working, place)] if planes is None or "working" in planes else []
-        if of_share and self._num_ranks > 1:
+        if of_share and self._ranks.size > 1:
             layout = self._host.layouts[block]
             own = [layout.working_range(part) for part in self._shares[block].ranges]
             pairs = [(working[part], place[part]) for part in own]

@@ -215,7 +215,7 @@ class Arrangement:
             self.slots,
             Weights(lanes, host, self.slots, shared=self.shared, drives=self._drives),
             self.gradients,
-            DeviceStates(lanes, host, self.slots, residents, shares, self.num_ranks),
+            DeviceStates(lanes, host, self.slots, residents, shares, self.binding.job.ranks),
             self.offloaded,
             self.counts,
             self.wholeness,

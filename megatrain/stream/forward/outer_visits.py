@@ -212,7 +212,7 @@ def refuse_calls_beside(
         return
 
     def check(*_: Any) -> None:
-        if not runs() and not host.has_working:
+        if not runs() and not host.weights.are_whole:
             raise ModelError(
                 f"{block.block.name} was called outside the model's forward, and its weights are not in RAM; "
                 "call the model, or engine.sync() before"

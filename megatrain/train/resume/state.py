@@ -50,7 +50,7 @@ def write_model(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path) -
         state, entry = host.find(name)
         number = host.number_of(name)
         if last[0] != number:  # names of one block come together, and its weights may be on a drive
-            last[:] = [number, host.lend_working(number)]
+            last[:] = [number, host.weights.read(number)]
         return view_entry(last[1], state.entries[entry.name])
 
     export_weights(model, out, groups=groups, read=read, untouched=model.__dict__.get(UNTOUCHED))
@@ -79,7 +79,7 @@ def write_state(engine: Engine, out: Path) -> None:
 
 
 def lend_state(engine: Engine) -> None:
-    """Lend the state of this node to the first rank of all, which calls `write_state`."""
+    """Lend the state of this rank and its node to the first rank of all, which calls `write_state`."""
     engine.settle()
     for number in _trained(engine.host):
         with engine.host.borrow(number):
@@ -102,12 +102,21 @@ def remove_state(source: Path) -> None:
         remove_tree(source / _STATE_DIR, first="block-00000.safetensors")
 
 
-def read_state(host: HostState, source: Path) -> None:
-    """Read remainders and moments back into their planes.
+def read_state(host: HostState, source: Path, *, reads: bool = True) -> None:
+    """Read remainders and moments back into their planes; all ranks call it.
+
+    Args:
+        host: The state.
+        source: The directory of the checkpoint.
+        reads: Whether this rank is the first of its node, which reads for all of them.
 
     Raises:
         CheckpointError: A tensor is missing, or is not of this model and precision.
     """
+    if not reads:
+        for number in _trained(host):
+            host.follow(number)
+        return
     where: dict[str, Path] = {}
     directory = source / _STATE_DIR
     with os_errors("read", directory):

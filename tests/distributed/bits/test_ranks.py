@@ -20,6 +20,10 @@ from tests.products import pairwise_rows
     [
         ({"gathers": True, "device": "emulated"}, ((2, 1), (2, 2))),
         ({"resident_layers": 4, "gradients": "device", "device": "emulated", "precision": "bf16"}, ((2, 1),)),
+        (
+            {"resident_layers": 2, "mirror_resident": False, "device": "emulated", "precision": "bf16"},
+            ((2, 1), (2, 2)),
+        ),
         pytest.param({}, ((4, 1), (4, 2), (4, 4)), marks=pytest.mark.parity),
         pytest.param(
             {

@@ -16,13 +16,15 @@ from megatrain.stream.attach.load import load
 _TOKENS = 2
 
 
-def measure(ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1) -> dict[str, Any]:
+def measure(
+    ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1, fields: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train a model of 21M parameters for a step, and say which memory this rank has mapped for it.
 
     Returns:
         `shared`: bytes of pages in mappings that all ranks of a node have, each page counted in parts by
         those who have it; `own`: of this rank's own mappings for planes; `planes`: what it believes to
-        have; `num_params`.
+        have; `num_params`; `num_on_device`: how many of these are on the device alone.
     """
     config = LlamaConfig(
         vocab_size=1024,
@@ -35,7 +37,7 @@ def measure(ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1) -> di
     )
     batch = StepBatch(micro_batch_size=1, seq_len=_TOKENS, num_micro_batches=num_runs, num_runs=num_runs)
     settings: dict[str, Any] = {"precision": "bf16", "batch": batch, "ranks": ranks}
-    settings |= {"lockstep": lockstep, "fragments": False, "updates": updates}
+    settings |= {"lockstep": lockstep, "fragments": False, "updates": updates, **(fields or {})}
     model = load(config=config, **settings).train()
     engine = attach(model, device="cpu", **settings)
     optimizer = engine.adamw(max_grad_norm=1.0 if updates == "deferred" else None)
@@ -52,14 +54,15 @@ def measure(ranks: Any, *, num_runs: int, updates: str, lockstep: int = 1) -> di
     if ranks is not None:
         ranks.meet()
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    return found | {"planes": engine.host.plane_bytes, "num_params": num_params}
+    there = sum(engine.host.layouts[block].num_parameters for block in engine.host.on_device.held)
+    numbers = {"num_params": num_params, "num_on_device": there}
+    return found | {"planes": engine.host.plane_bytes, **numbers}
 
 
 def _mapped(host: Any) -> dict[str, int]:
     """Add up the pages of planes that are in memory."""
-    views = [
-        arena.view(torch.uint8, 0, arena.nbytes) for arena in host.planes.arenas.values() if arena.nbytes
-    ]
+    arenas = [*host.planes.arenas.values(), *host.planes.apart.values()]
+    views = [arena.view(torch.uint8, 0, arena.nbytes) for arena in arenas if arena.nbytes]
     ranges = [(view.data_ptr(), view.data_ptr() + view.numel()) for view in views]
     shared, own, is_plane = 0, 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -48,6 +48,24 @@ def test_a_node_holds_its_part_of_the_state(
         assert state / ranks[0]["num_params"] == pytest.approx(bytes_per_parameter, rel=0.03)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_places_of_blocks_on_devices_alone_take_no_memory(tmp_path: Path, num_nodes: int) -> None:
+    """Five of eight blocks are there: masters of all were read block by block, and nothing of it is left."""
+    fields: dict[str, Any] = {"resident_layers": 5, "mirror_resident": False, "outer_resident": False}
+    settings: dict[str, Any] = {"num_runs": 2, "updates": "deferred", "fields": fields}
+    found = run_ranks(tmp_path / "ranks", 2, measure, num_nodes=num_nodes, **settings)
+    local_size = 2 // num_nodes
+    for first in range(0, 2, local_size):
+        ranks = found[first : first + local_size]
+        planes = ranks[0]["planes"]
+        buffers = [min(rank["own"], planes.get("staging", 0)) for rank in ranks]
+        state = sum(rank["shared"] + rank["own"] for rank in ranks) - sum(buffers)
+        here = ranks[0]["num_params"] - ranks[0]["num_on_device"]
+        assert state / here == pytest.approx(2 + 12 / num_nodes, rel=0.03)
+        without_gradients = sum(planes.values()) - planes.get("staging", 0) - planes["gradient"]
+        assert without_gradients / here == pytest.approx(2 + 10 / num_nodes, rel=0.03)
+
+
 @pytest.mark.parity
 def test_sums_of_runs_that_wait_between_rounds_are_a_plane(tmp_path: Path) -> None:
     """Three of four runs pass in the first of two rounds, and leave two sums in fp32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from safetensors.torch import load_file
 
 from megatrain.config.choice import StepBatch
 from megatrain.distributed.alone import ALONE
-from megatrain.errors import ConfigError
+from megatrain.errors import CapacityError, ConfigError
+from megatrain.hardware.memory import MemoryLimit
 from megatrain.stream.engine import Engine
+from megatrain.stream.execute import resident_state
 from megatrain.train.adapters import write_adapter
 from megatrain.train.ranks import END, STEP, lend, read_alone, step_of_all
 from megatrain.train.resume.state import write_state
@@ -67,7 +70,7 @@ def first_reads(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> A
             step()
         else:
             lend(engine, order)
-    assert not engine.host.is_parted or engine.host.call_others is None
+    assert not engine.host.is_read_by_all or engine.host.call_others is None
     return None
 
 
@@ -78,10 +81,12 @@ def masters(engine: Engine) -> dict[str, torch.Tensor]:
     return dict(engine.named_masters())
 
 
+RESIDENT: dict[str, Any] = {"resident_layers": 4, "gradients": "device"}
+ALONE_THERE: dict[str, Any] = {"resident_layers": 2, "mirror_resident": False}
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
-@pytest.mark.parametrize(
-    "settings", [{}, {"resident_layers": 4, "gradients": "device"}], ids=["", "resident"]
-)
+@pytest.mark.parametrize("settings", [{}, RESIDENT, ALONE_THERE], ids=["", "resident", "on the device alone"])
 def test_the_first_rank_reads_masters_of_all(shape: tuple[int, int], settings: dict[str, Any]) -> None:
     alone = first_reads(ALONE, masters, **settings)
     found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, **settings))
@@ -94,6 +99,71 @@ def test_the_first_rank_reads_masters_on_drives_of_all(shape: tuple[int, int], t
     alone = first_reads(ALONE, masters)
     found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, tiers=tiers(tmp_path)))
     assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
+def test_what_ranks_write_to_blocks_on_their_devices_alone_is_trained_with(shape: tuple[int, int]) -> None:
+    """The first of each node writes, by `put`, by parameters and as a checkpoint does; the others follow."""
+
+    def run(ranks: Any) -> dict[str, torch.Tensor]:
+        engine, step = trained(ranks, **ALONE_THERE)
+        host, (is_first, name) = engine.host, (ranks.local_rank == 0, "model.layers.1.mlp.up_proj.weight")
+        step()
+        engine.sync()
+        ranks.meet()
+        if is_first:
+            with torch.no_grad():
+                engine.model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
+        engine.weights_changed()
+        number = host.number_of(name)
+        value = torch.full_like(dict(engine.model.named_parameters())[name], 0.01, dtype=torch.float32)
+        if is_first:
+            host.put(name, value)
+            with host.borrow(0, writes=True) as block:
+                block.planes["exp_avg"].fill_(0.25)
+        else:
+            host.follow(number)
+            host.follow(0)
+        engine.weights_changed()
+        step()
+        assert {int(plane.count_nonzero()) for plane in host.blocks[0].planes.values()} == {0}
+        ranks.meet()  # before another one reads
+        return dict(engine.named_masters())
+
+    alone = run(ALONE)
+    for found in Turns(*shape).run(run):
+        assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
+
+
+def test_ranks_bring_what_is_on_their_devices_alone_home_together() -> None:
+    """With other slots training goes on; a node without room is one sentence on all, and changes nothing."""
+
+    def run(ranks: Any) -> dict[str, torch.Tensor]:
+        engine, step = trained(ranks, **ALONE_THERE)
+        step()
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.rank == ranks.size - 1:
+                patch.setattr(resident_state, "host_memory", lambda: MemoryLimit(1000, "a test"))
+            with pytest.raises(
+                CapacityError, match=r"of 2 blocks is on the device alone, .* save a checkpoint"
+            ):
+                engine.reconfigure(replace(engine.choice, num_slots=1))
+        engine.reconfigure(replace(engine.choice, num_slots=1))
+        step()
+        masters = dict(engine.named_masters())
+        engine.sync()
+        before = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+        engine.detach()
+        for name, parameter in engine.model.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+        return masters
+
+    engine, step = trained(ALONE, resident_layers=2)
+    for _ in range(2):
+        step()
+    expected = dict(engine.named_masters())
+    for found in Turns(4, 2).run(run):
+        assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
 def test_the_first_rank_saves_adapters_and_their_state_over_nodes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware.memory import MemoryLimit
 from megatrain.plan.program.features.resident import Push
-from megatrain.store import state
+from megatrain.store import read_in
 from megatrain.stream.execute import resident_state
 from megatrain.train.loop import train
 from tests.families import FAMILIES
@@ -79,13 +79,13 @@ def test_their_places_in_ram_are_empty_but_while_somebody_reads(device: str) -> 
     with engine.host.borrow(1) as state:
         for name, plane in {"working": state.working, **state.planes}.items():
             assert torch.equal(plane, expected[f"{name} of block 1"]), name
-    assert torch.equal(engine.host.lend_working(0), expected["working of block 0"])
+    assert torch.equal(engine.host.weights.read(0), expected["working of block 0"])
     assert {n for block in (0, 1) for n in at_home(engine, block).values()} == {0}
     engine.sync()
     assert torch.equal(engine.host.blocks[0].working, expected["working of block 0"])
-    assert engine.host.has_working
+    assert engine.host.weights.are_whole
     train_steps(engine, engine.optimizer, 1, first=2)
-    assert not engine.host.has_working
+    assert not engine.host.weights.are_whole
 
 
 def test_what_the_host_writes_is_what_the_device_computes_with() -> None:
@@ -133,7 +133,7 @@ def test_no_room_in_ram_is_one_sentence_and_training_goes_on(
     engine, optimizer = trained()
     args = (replace(engine.choice, num_slots=1),) if call == "reconfigure" else ()
     with monkeypatch.context() as patch:
-        for module in (resident_state, state):
+        for module in (resident_state, read_in):
             patch.setattr(module, "host_memory", lambda: MemoryLimit(1000, "a test"))
         with pytest.raises(CapacityError, match=r"host memory: the (state|weights) .* (save|read) "):
             getattr(engine, call)(*args)

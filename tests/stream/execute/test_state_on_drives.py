@@ -247,7 +247,7 @@ def test_weights_on_drives_are_read_where_they_are_asked_for(
     batches = make_batches(1, seed=0)
     assert_same_bits(engine.forward_backward(batches), reference.forward_backward(batches), "loss")
     reference.step(optimizer.step().grad_norm, 0.5)
-    assert not tiered(engine).has_working
+    assert not tiered(engine).weights.are_whole
     before = engine.host_bytes
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert engine.host_bytes == before + sum(layout.working_bytes for layout in engine.host.layouts)

@@ -18,11 +18,14 @@ from megatrain.plan.program.operations import Operation, Parts, Prices, Task, To
 class Pull(Operation):
     """Copy the whole state of a resident block to the device."""
 
+    is_lent: bool = False
+    """It takes back what `Push` has lent."""
+
     label, lane, rate = "pull", Lane.FETCH, "pull_s"
 
     def touches(self) -> Touched:
         """Say that it reads the state at home and writes it on the device."""
-        return _at_home(self.block), _on_device(self.block)
+        return _lent(self.block) if self.is_lent else _at_home(self.block), _on_device(self.block)
 
     def work(self, parts: Parts) -> Work:
         """Return the copy."""
@@ -35,13 +38,15 @@ class Push(Operation):
 
     is_share: bool = False
     """It copies a rank's share, and others bring theirs."""
+    is_lent: bool = False
+    """It copies to the place in RAM of a block that is on the device alone, of which no other lane knows."""
 
     label, lane, rate, changes = "push", Lane.OFFLOAD, "push_s", "copy_home"
 
     def touches(self) -> Touched:
         """Say that it reads the state on the device and writes it, or this rank's share, at home."""
         home = (("share", self.block),) if self.is_share else _at_home(self.block)
-        return _on_device(self.block), home
+        return _on_device(self.block), _lent(self.block) if self.is_lent else home
 
     def work(self, parts: Parts) -> Work:
         """Return the copy."""
@@ -97,14 +102,18 @@ def _on_device(block: int) -> tuple[Buffer, ...]:
     return ("resident", block), ("device_moments", block)
 
 
+def _lent(block: int) -> tuple[Buffer, ...]:
+    return (("lent", block),)
+
+
 def rounded_residents(sizes: Sequence[BlockSize], blocks: Iterable[int]) -> list[Operation]:
     """List what completes the gradients of those of `blocks` that are updated on the device."""
     return [RoundOnDevice(block=block) for block in sorted(blocks) if sizes[block].updates_on_device]
 
 
-def pull(block: int, nbytes: int) -> Operation:
-    """Return the copy of a resident block's state to the device."""
-    return Pull(block=block, nbytes=nbytes)
+def pull(block: int, nbytes: int, *, is_lent: bool = False) -> Operation:
+    """Return the copy of a resident block's state to the device; `is_lent`: it has been lent from there."""
+    return Pull(block=block, nbytes=nbytes, is_lent=is_lent)
 
 
 def pushed(block: int, size: BlockSize, *, has_shares: bool) -> list[Operation]:
