@@ -117,6 +117,11 @@ def no_text_column(project: Path) -> None:
     (project / "corpus.jsonl").write_text('{"content": "hello"}\n' * 50)
 
 
+def other_labels(project: Path) -> None:
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 7, 8]}
+    (project / "rows.jsonl").write_text((json.dumps(row) + "\n") * 50)
+
+
 def foreign_token(project: Path) -> None:
     file = project / "model/tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -144,6 +149,14 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
     "empty data": (empty_data, [], 4, "corpus.txt"),
     "invalid UTF-8": (invalid_utf8, [], 4, "line 2"),
     "no text column": (no_text_column, ["data.path=corpus.jsonl"], 4, "content"),
+    "labels of other tokens": (other_labels, ["data.path=rows.jsonl"], 4, "a label differs from its token"),
+    "unknown attention": (None, ["model.attn_implementation=flsh"], 2, "is 'flsh', which transformers"),
+    "attention without a backward": (
+        None,
+        ["model.attn_implementation=flex_attention", "train.device=cpu"],
+        2,
+        "flex_attention has no backward on the CPU",
+    ),
     "missing data": (None, ["data.path=nowhere.txt"], 4, "nowhere.txt"),
     "token of another vocabulary": (foreign_token, [], 4, "vocab_size"),
     "beyond the context": (None, ["data.seq_len=65"], 2, "65"),

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from megatrain.train.planning.asking import OwnMachine
 
 
+_LEAST_RAM = 1 << 20
+"""Bytes below which a size of host memory lacks its unit."""
+
+
 def measure() -> Callable[[], HardwareSpec] | None:
     """Return the function that measures this machine; a CPU has only what `doctor --bench` has kept."""
     from megatrain.hardware.accelerators import accelerator
@@ -67,8 +71,10 @@ def planned_machine(
 
     host_bytes = None if ram is None else parse_bytes(ram, "--ram")
     drive_bytes = None if nvme is None else parse_bytes(nvme, "--nvme")
-    if host_bytes == 0:
-        raise ConfigError("--ram is 0; give the machine's host memory, such as 64GiB")
+    if host_bytes is not None and host_bytes < _LEAST_RAM:
+        raise ConfigError(
+            f"--ram is {host_bytes} bytes; give the machine's host memory with its unit, such as 64GiB"
+        )
 
     def changed(spec: HardwareSpec) -> HardwareSpec:
         if host_bytes is not None:

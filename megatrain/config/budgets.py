@@ -25,3 +25,13 @@ def require_budget(value: float) -> None:
     if value not in BUDGETS:
         known = ", ".join(map(str, BUDGETS[:-1]))
         raise ConfigError(f"a budget of compiled layers is {known} or {BUDGETS[-1]}, not {value}")
+
+
+def require_compile(value: str) -> None:
+    """Refuse a word that does not say whether layers are compiled.
+
+    Raises:
+        ConfigError: It is not `auto`, `on` or `off`.
+    """
+    if value not in ("auto", "on", "off"):
+        raise ConfigError(f"compile is {value!r}; use auto, on or off")

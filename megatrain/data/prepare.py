@@ -325,9 +325,12 @@ def _show(piece: Words | Judged, tokenizer: PreTrainedTokenizerBase) -> list[tup
 
 def _no_rows(counts: Counts, packing: Packing, report: ReadReport) -> DataError:
     if packing.way == "join":
+        advice = "add text or lower data.seq_len"
+        if report.num_dropped:
+            advice = f"rows were dropped: {'; '.join(map(str.strip, report.lines()))}"
         return DataError(
             f"the data has {counts.tokens} tokens, too few for one sequence of data.seq_len "
-            f"{packing.seq_len}; add text or lower data.seq_len"
+            f"{packing.seq_len}; {advice}"
         )
     if counts.examples == 0 and any(source.num_other_part for source in report.sources):
         return DataError(

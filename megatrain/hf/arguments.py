@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config.budgets import ALL
+from megatrain.config.budgets import ALL, require_budget, require_compile
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.runs import require_power_of_two
 from megatrain.distributed.alone import ALONE, Alone
@@ -75,6 +75,19 @@ class MegatrainArguments:
     """The number of runs of a step in which gradients add up: a power of two, which decides the bits
     (`parallel.shards`). None means as many as ranks."""
 
+    def __post_init__(self) -> None:
+        """Refuse what would be refused only after the model is loaded.
+
+        Raises:
+            ConfigError: `seq_len`, `compile`, `activation_budget` or `shards` is none that there is.
+        """
+        if self.seq_len is not None and self.seq_len < 2:
+            raise ConfigError(f"MegatrainArguments(seq_len={self.seq_len}): a row has at least 2 tokens")
+        require_compile(self.compile)
+        require_budget(self.activation_budget)
+        if self.shards is not None:
+            require_power_of_two(self.shards, f"MegatrainArguments(shards={self.shards})")
+
     def attach_settings(
         self,
         args: TrainingArguments,
@@ -112,10 +125,15 @@ class MegatrainArguments:
         """Return the batch of a step of all ranks together.
 
         Raises:
-            ConfigError: The ranks cannot share it out.
+            ConfigError: The ranks cannot share it out, or rows are longer than the model's context.
         """
         shards = num_ranks if self.shards is None else self.shards
         require_power_of_two(shards, f"MegatrainArguments(shards={shards})")
+        if self.seq_len is not None and context is not None and self.seq_len > context:
+            raise ConfigError(
+                f"MegatrainArguments(seq_len={self.seq_len}) is beyond the model's context of {context} "
+                f"tokens; use {context} or less"
+            )
         longest = self.seq_len or getattr(args, "max_length", None) or min(context or 4096, 4096)
         batch = StepBatch(
             micro_batch_size=args.per_device_train_batch_size,

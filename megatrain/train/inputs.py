@@ -39,6 +39,7 @@ from megatrain.data.tokens.encode import EncoderRecipe
 from megatrain.data.tokens.ends import why_not_stopping
 from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.errors import ConfigError, DataError
+from megatrain.model.documents.able import require_name
 from megatrain.model.documents.apart import why_not_apart
 from megatrain.model.weights.generation import stop_ids
 from megatrain.model.weights.skeleton import read_config
@@ -144,10 +145,11 @@ class Packer:
 
         Raises:
             ConfigError: Sequences are longer than the model's context, the model would not keep documents
-                apart, or chats have no chat template.
+                apart, there is no such attention, or chats have no chat template.
         """
         check_seq_len(config.data.seq_len, context_length(model_config))
         if config.model.attn_implementation is not None:
+            require_name(config.model.attn_implementation, compute_device(config.train.device).type)
             model_config._attn_implementation = config.model.attn_implementation
         self._config = config
         self._folder = folder if config.data.cache is None else Path(config.data.cache)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.cli.machine import planned_machine
 from megatrain.config.sizes import parse_bytes
 from megatrain.errors import ConfigError, OutputError
 from megatrain.hardware import HardwareSpec, load_machine, machine_names, save_machine
@@ -224,6 +225,11 @@ def test_size_means_what_it_looks_like(value: object, nbytes: int) -> None:
 def test_size_that_is_none_is_one_sentence(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^--ram is .*; use bytes or a size such as 24GiB or 8TB$"):
         parse_bytes(value, "--ram")
+
+
+def test_ram_without_its_unit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--ram is 64 bytes; .* with its unit, such as 64GiB"):
+        planned_machine("h100", "64")
 
 
 def test_machines_are_read_without_torch() -> None:

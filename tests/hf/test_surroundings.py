@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from megatrain import Choice, Tiers
+from megatrain.errors import ConfigError
 from megatrain.hf import MegatrainArguments, StreamingTrainer
 from tests.hf.setups import arguments, assert_same_weights, logged, plain, planned, rows, tiny, weights
 
@@ -97,6 +98,35 @@ def test_state_on_drives_is_saved_and_resumed(tmp_path: Path) -> None:
     in_ram.train(resume_from_checkpoint=str(tmp_path / "drives/checkpoint-2"))
     assert_same_weights(weights(in_ram), weights(on_drives))
     on_drives.engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seq_len": 0}, r"MegatrainArguments\(seq_len=0\): a row has at least 2 tokens"),
+        ({"compile": "maybe"}, "compile is 'maybe'; use auto, on or off"),
+        ({"activation_budget": 0.45}, "a budget of compiled layers is 1.0, 0.7, 0.5 or 0.3, not 0.45"),
+        ({"shards": 3}, r"MegatrainArguments\(shards=3\)"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_a_model_is_loaded(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MegatrainArguments(**given)
+
+
+def test_rows_beyond_the_model_s_context_are_refused(tmp_path: Path) -> None:
+    context = tiny().config.max_position_embeddings
+    with pytest.raises(
+        ConfigError, match=rf"seq_len={context + 1}\) is beyond the model's context of {context}"
+    ):
+        StreamingTrainer(
+            model=tiny(),
+            args=arguments(tmp_path),
+            train_dataset=rows(),
+            megatrain=MegatrainArguments(device="checked", seq_len=context + 1),
+        )
 
 
 def test_a_move_to_where_the_model_computes_is_none() -> None:

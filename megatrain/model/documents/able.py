@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.config.attention import BY_DOCUMENT, VARLEN, WHERE_ABLE
+from megatrain.config.attention import BY_DOCUMENT, FLEX, VARLEN, WHERE_ABLE
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.hardware.accelerators import vendor_of
 from megatrain.model.documents import varlen
@@ -69,6 +69,49 @@ def implementation_of(config: PretrainedConfig, asked: str | None, dtype: torch.
         return VARLEN
     say_masked(reason)
     return None
+
+
+def counted_as(config: PretrainedConfig, asked: str | None, dtype: torch.dtype) -> str | None:
+    """Return the implementation by whose operations a model is counted, on a CPU, for what is asked.
+
+    Args:
+        config: The model's configuration.
+        asked: The name of an implementation; None: what transformers chooses.
+        dtype: The dtype in which the model computes.
+
+    Raises:
+        ConfigError: There is no such attention.
+    """
+    if asked not in (None, WHERE_ABLE):
+        require_name(asked, "")
+    if asked == FLEX:  # it keeps what varlen keeps, and makes no mask of every pair either
+        return VARLEN if why_not(config, dtype) is None else "sdpa"
+    return implementation_of(config, asked, dtype)
+
+
+def require_name(name: str, device: str) -> None:
+    """Refuse an attention implementation that transformers has not, or that a kind of device cannot train.
+
+    Args:
+        name: The name of the implementation. One with a slash is a kernel's repository.
+        device: The kind of device, such as `cuda`; empty: any.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = sorted({"eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in key)})
+    plain = name.removeprefix("paged|")
+    if plain not in known and "/" not in name:
+        raise ConfigError(
+            f"model.attn_implementation is {name!r}, which transformers does not have; use "
+            f"{', '.join(known[:-1])} or {known[-1]}, or leave it out"
+        )
+    if name == FLEX and device == "cpu":
+        raise ConfigError(
+            f"model.attn_implementation={FLEX} has no backward on the CPU; use sdpa, or leave it out"
+        )
 
 
 def say_masked(reason: str) -> None:
@@ -164,6 +207,8 @@ def require_able(model: PreTrainedModel, device: torch.device, *, repeats: bool)
         ConfigError: It cannot be; the sentence says what to do.
     """
     name = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if name == FLEX:
+        require_name(name, device.type)
     if name == BY_DOCUMENT and device.type != "cpu":
         raise ConfigError(
             f"model.attn_implementation={BY_DOCUMENT} is for the CPU, and the device is {device.type}; use "

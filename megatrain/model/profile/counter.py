@@ -25,7 +25,7 @@ from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
-from megatrain.model.documents.able import implementation_of
+from megatrain.model.documents.able import counted_as
 from megatrain.model.documents.begins import is_ours, tells_windows
 from megatrain.model.head.form import form_of
 from megatrain.model.head.head import chunk_tokens_of
@@ -183,7 +183,7 @@ class Counter:
             refuse_config(config, sequence)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         refuse_encoder(config)
-        attention = implementation_of(config, attn_implementation, dtype)
+        attention = counted_as(config, attn_implementation, dtype)
         model = build_skeleton(config, dtype=dtype, attn_implementation=attention)
         if is_ours(model.config):
             tells_windows(model.config)  # while tensors are real

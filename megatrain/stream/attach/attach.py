@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.budgets import ALL, require_budget
+from megatrain.config.budgets import ALL, require_budget, require_compile
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT
@@ -119,8 +119,7 @@ def attach(
     settings["choice"] = choice = read_choice(choice, fields)
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size is {micro_batch_size}; use 1 or more")
-    if compile not in ("auto", "on", "off"):
-        raise ConfigError(f"compile is {compile!r}; use auto, on or off")
+    require_compile(compile)
     require_budget(activation_budget)
     if tiers is None:
         require_drives(choice)

@@ -177,14 +177,15 @@ def ask(
         from megatrain.train.planning.run_machine import with_layers_timed
 
         spec = with_layers_timed(spec, anatomy, model, config, lately)
+    request = make_request(config, anatomy, spec, can_compile=compilable)
     return Asked(
-        request=make_request(config, anatomy, spec, can_compile=compilable),
+        request=request,
         given=given,
         config=config,
         model=place,
         recount=recount,
         count_s=time.perf_counter() - began_s,
-        notes=(*_defaults_note(given, config), *notes),
+        notes=(*_defaults_note(given, config), *_budget_note(request), *notes),
         data=data,
     )
 
@@ -294,6 +295,13 @@ def _with(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(inner, Mapping) or name not in inner:
             missing.append((key, value))
     return set_keys(raw, missing)
+
+
+def _budget_note(request: Request) -> list[str]:
+    """Return a note on a budget of compiled layers where none are compiled."""
+    if request.compiles or request.budget == ALL:
+        return []
+    return [f"train.activation_budget is {request.budget:g}, but layers are not compiled: it does nothing"]
 
 
 def _defaults_note(given: Config, config: Config) -> list[str]:

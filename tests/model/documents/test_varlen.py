@@ -23,7 +23,7 @@ from transformers import (
     masking_utils,
 )
 
-from megatrain.config.attention import BY_DOCUMENT, VARLEN, WHERE_ABLE
+from megatrain.config.attention import BY_DOCUMENT, FLEX, VARLEN, WHERE_ABLE
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.documents import able, begins, varlen
 from megatrain.model.documents.able import implementation_of, why_not
@@ -384,6 +384,26 @@ def test_the_cpu_has_none_and_says_so() -> None:
     assert not able.has_varlen(torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"varlen cannot run on cpu.*use sdpa_by_document or sdpa"):
         attach_plainly(model)
+
+
+def test_a_name_that_nobody_knows_and_flex_attention_on_a_cpu_are_refused() -> None:
+    """Flex attention is counted on a CPU all the same, as what keeps as much: a plan may be for a GPU."""
+    with pytest.raises(
+        ConfigError, match=r"is 'flsh', which transformers does not have; use eager, .* or varlen"
+    ):
+        able.require_name("flsh", "cuda")
+    for name in ("sdpa", "flash_attention_2", "kernels-community/flash-attn", VARLEN, FLEX):
+        able.require_name(name, "cuda")
+    model = make_model(FAMILIES["llama"]())
+    set_attention(model, FLEX)
+    with pytest.raises(ConfigError, match="flex_attention has no backward on the CPU; use sdpa"):
+        attach_plainly(model)
+    for precision, like in (("bf16", VARLEN), ("fp32", "sdpa")):
+        shape: Any = {"micro_batch_size": 1, "seq_len": 64, "is_packed": True, "precision": precision}
+        counts = [
+            count_anatomy(FAMILIES["llama"](), **shape, attn_implementation=name) for name in (FLEX, like)
+        ]
+        assert counts[0].layers[0].saved_bytes == counts[1].layers[0].saved_bytes
 
 
 def test_what_repeats_and_fp32_are_refused() -> None:

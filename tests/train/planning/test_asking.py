@@ -91,6 +91,15 @@ def test_a_plan_with_data_is_that_of_the_run_on_any_machine(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_budget_of_layers_that_are_not_compiled_is_said_to_do_nothing(
+    said: Callable[..., str], model: Path
+) -> None:
+    machine = ("--machine", "rtx-4090", "--seq-len", "64", "train.activation_budget=0.5")
+    note = "train.activation_budget is 0.5, but layers are not compiled: it does nothing"
+    plans = [said("plan", "--model", model, *machine, f"train.compile={how}") for how in ("off", "on")]
+    assert [note in " ".join(plan.split()) for plan in plans] == [True, False]
+
+
 def test_on_this_machine_plan_plan_only_and_dry_run_expect_the_same_step(
     said: Callable[..., str], model: Path, corpus: Path, tmp_path: Path
 ) -> None:
