@@ -50,6 +50,8 @@ class BlocksOnDevice:
         """What has them, once there is an optimizer; None: they are in RAM."""
         self._planes = planes
         self._ranks = ranks
+        self._keeps_working = False
+        """The weights of what `bring` has brought were in RAM before, and stay there."""
 
     def holds(self, block: int) -> bool:
         """Whether a block is on the device and nowhere else at this moment."""
@@ -70,8 +72,9 @@ class BlocksOnDevice:
 
         Args:
             block: The number of the block.
-            has_working: Whether the weights are in RAM already.
+            has_working: Whether a rank of the node has the weights in RAM already.
         """
+        self._keeps_working = has_working
         brings_working = self._ranks.local_rank == 0 and not has_working
         self._home.bring(block, [*self._names(block), *(_WORKING if brings_working else ())])
         self._ranks.meet()
@@ -83,7 +86,8 @@ class BlocksOnDevice:
 
     def give_back(self, block: int, *, has_working: bool) -> None:
         """Give back what `bring` has taken; the first rank of a node does it, when all have read it."""
-        self._planes.give_back(block, [*self._names(block), *(() if has_working else _WORKING)])
+        keeps_working = has_working or self._keeps_working
+        self._planes.give_back(block, [*self._names(block), *(() if keeps_working else _WORKING)])
 
     def read_working(self, block: int) -> Tensor:
         """Return a copy of a block's working bytes, (working_bytes,)."""

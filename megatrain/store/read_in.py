@@ -55,15 +55,16 @@ class WeightsReadIn:
     def bring(self) -> None:
         """Make weights that live on drives or the device readable at their addresses, until `drop`.
 
-        Several ranks of a node put the same bytes to the same addresses, each when it calls this: whoever
-        writes there waits until all have returned.
+        Several ranks of a node put those of the device to the same addresses, each when it calls this:
+        whoever writes there waits until all have returned.
 
         Raises:
             CapacityError: The machine has no room for them.
         """
         if self.are_whole:
             return
-        on_device = self._on_device.working_bytes
+        is_first = self._ranks.local_rank == 0  # what it takes of shared memory is there for the others
+        on_device = self._on_device.working_bytes if is_first else 0
         require_room(
             self._planes.paged.nbytes + on_device,
             f"the weights on the {'device' if on_device else 'drives'} take",
@@ -79,8 +80,10 @@ class WeightsReadIn:
 
         Of several ranks of a node the first one has changed them, and the others bring them anew.
         """
-        if self._on_device.blocks and any(self._ranks.gather(torch.tensor(int(self.are_here)))):
-            self._on_device.take_working()
+        if self._on_device.blocks:
+            if self._of_node()[0]:
+                self._on_device.take_working()
+            self._ranks.meet()  # before somebody writes there again
         if self._ranks.local_rank:
             self._planes.paged.drop()
             self.are_here = False
@@ -91,13 +94,23 @@ class WeightsReadIn:
 
     def drop(self) -> None:
         """Give the memory of `bring` back, since weights are about to change; all ranks call it."""
-        if self._on_device.blocks:
-            self._ranks.meet()  # others may still read at the same addresses
-        if self.are_here:
-            self._planes.paged.drop()
+        if self.are_on_node():  # which all know now, and have done with the same addresses
             if self._ranks.local_rank == 0:
                 self._on_device.drop_working()
+            self._ranks.meet()
+        if self.are_here:
+            self._planes.paged.drop()
             self.are_here = False
+
+    def are_on_node(self) -> bool:
+        """Whether any rank of the node has brought those of the device; all ranks call it, and meet here."""
+        return bool(self._on_device.blocks) and any(self._of_node())
+
+    def _of_node(self) -> list[bool]:
+        """Return of each rank of the node whether it has brought them; all ranks call it."""
+        first = self._ranks.node * self._ranks.local_size
+        found = self._ranks.gather(torch.tensor(int(self.are_here)))[first : first + self._ranks.local_size]
+        return [bool(here) for here in found]
 
     def _buffer(self, block: int) -> Tensor:
         image = self._on_drives.images[block]

@@ -85,6 +85,8 @@ class HostState:
         self._parts = NodeParts(layouts, ranks, optimizer)
         self._filling: dict[int, tuple[BlockState, Tensor | None]] = {}
         """Blocks on the drives whose first values arrive, each with the buffer of its image."""
+        self._num_lent = [0] * len(layouts)
+        """By block: how often it is lent at this moment, of blocks that are brought for it."""
         self._num_filled = [0] * len(layouts)
         """By block: elements that have been put there, until it is complete."""
         self._has_restored_planes = False
@@ -178,7 +180,8 @@ class HostState:
         if self.is_parted and not (is_same and self._parts.has_scales is optimizer.has_scales):
             raise ConfigError(
                 "the model was loaded for several nodes with other settings; give megatrain.load and attach "
-                "the same precision, fragments and optimizer_state"
+                "the same precision, fragments, optimizer_state, and with mirror_resident=False the same "
+                "resident_layers and outer_resident"
             )
         return is_same and kept == asked
 
@@ -268,14 +271,23 @@ class HostState:
         if call is not None:
             call(block)
         lent = self._bring(block, comes=not writes)
+        self._num_lent[block] += 1
+        are_met = call is None
         try:
             yield lent
             if writes:
                 self.on_device.take(block)
+        except BaseException:
+            are_met = are_met and not writes  # the others wait to take what will not come
+            raise
         finally:
-            if call is None:
+            self._num_lent[block] -= 1
+            if are_met:
                 self._ranks.meet("spread")
-            self._drop(block)
+            if not self._num_lent[block]:
+                self._drop(block)
+            if are_met and is_on_device:
+                self._ranks.meet()  # or another one would read in weights that this one is about to drop
 
     def lend(self, block: int) -> None:
         """Take part in what the first rank of all borrows by itself."""
@@ -415,7 +427,7 @@ class HostState:
         """
         lent, buffer = self._lend(block, self._lent)
         if self.on_device.holds(block):
-            self.on_device.bring(block, has_working=self.weights.are_here)
+            self.on_device.bring(block, has_working=self.weights.are_on_node())
         if buffer is not None and self._ranks.local_rank == 0:
             self._read(block, lent, buffer)
         if comes and self.is_parted:

@@ -1,8 +1,8 @@
 """A run of several ranks: the first one decides and writes, and the others take the steps that it orders.
 
 The ranks of a node map one shared state, so the first rank samples, saves and exports it as if it were alone,
-while the others wait for the next order. Batches of evaluation are shared out. State of other nodes comes to
-the first rank block by block.
+while the others wait for the next order. Batches of evaluation are shared out. State of other nodes, and what
+is on devices alone, comes to the first rank block by block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STEP, EVALUATE, COMMIT, SETTLE, LEND, END = "step", "evaluate", "commit", "settle", "lend", "end"
 """The orders of the first rank. After `SETTLE` the others bring home what is newer on their devices, before
-the first rank reads it; `LEND`, with a block's number, lends it the state of their nodes."""
+the first rank reads it; `LEND`, with a block's number, lends it what their nodes and devices have of it."""
 
 
 def gathers_weights(wish: bool | None, device: str, ranks: Ranks | Alone) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.choice import AUTO, Choice, StepBatch
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.plan.search.small_step import LargerStep
 from megatrain.store.placement import Tiers
@@ -154,6 +154,21 @@ def test_a_loaded_model_stays_as_it_is_laid_out(fragments: bool) -> None:
     assert engine.host is host
     assert engine.choice.fragments is fragments
     engine.detach()
+
+
+def test_a_state_that_was_loaded_into_ram_keeps_its_places_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that left them out would have the state twice, or, over several nodes, not at all."""
+    asked: list[Any] = []
+    right = resolve_module.make_plan
+
+    def plan(request: Any, **given: Any) -> Any:
+        asked.append(request.choice.mirror_resident)
+        return right(request, **given)
+
+    monkeypatch.setattr(resolve_module, "make_plan", plan)
+    for model in (make_model(FAMILIES["llama"]()), megatrain.load(config=FAMILIES["llama"]()).train()):
+        megatrain.attach(model, device="emulated", batch=BATCH).detach()
+    assert asked == [AUTO, True]
 
 
 @pytest.mark.parametrize("device", ["emulated", "cpu"])

@@ -151,6 +151,8 @@ def _as_held(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choic
     if host is None:
         return choice
     choice = as_placed(choice, host)
+    if choice.mirror_resident == AUTO and not host.on_device.blocks:  # all of it has its place in RAM
+        choice = replace(choice, mirror_resident=True)
     if choice.fragments == AUTO:
         for fragments in (False, True):
             blocks = find_blocks(model, fragments=fragments)

@@ -76,6 +76,27 @@ class DeviceStates:
             fuses_updates(
                 self._host.optimizer, self._lanes.device
             )  # tried while nothing runs; a lane would wait for compute
+        failed: BaseException | None = None
+        try:
+            self._allocate()
+        except BaseException as error:
+            failed = error
+        if self._host.on_device.blocks and any(self._ranks.gather(torch.tensor(int(failed is not None)))):
+            failed = failed or CapacityError("device memory: another rank's device does not hold its state")
+        if failed is not None:
+            raise failed
+        for block in sorted(self.blocks & self._host.on_device.blocks - self._only_here):
+            self._host.on_device.home = self
+            self.take(block, self._names(block))
+            self._stale.discard(block)
+            self._only_here.add(block)
+            self._ranks.meet()  # all have taken it
+            if self._ranks.local_rank == 0:
+                self._host.planes.give_back(block, self._names(block))
+        if self._only_here:
+            self._ranks.meet()  # nobody writes there before that
+
+    def _allocate(self) -> None:
         for block in sorted(self.blocks - self._planes.keys()):
             layout, planes, start = self._host.layouts[block], {}, 0
             nbytes = pools.resident_state(layout.sizes, self._host.optimizer, self._ranks.size)
@@ -86,14 +107,6 @@ class DeviceStates:
                 start += nbytes
             self._planes[block] = planes
             self._stale.add(block)
-        for block in sorted(self.blocks & self._host.on_device.blocks - self._only_here):
-            self._host.on_device.home = self
-            self.take(block, self._names(block))
-            self._stale.discard(block)
-            self._only_here.add(block)
-            self._ranks.meet()  # all have taken it
-            if self._ranks.local_rank == 0:
-                self._host.planes.give_back(block, self._names(block))
 
     def bring_home(self, *, optimizer: bool = True) -> None:
         """Copy what is on the device alone to its place in RAM, which is the home again.

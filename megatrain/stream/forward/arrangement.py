@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Choice
-from megatrain.errors import ConfigError
+from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.blocks import Block, ends_of, group_layers, outer_of
@@ -141,27 +142,36 @@ class Arrangement:
 
         Args:
             choice: The choice, resolved and checked.
-            then: The function that is called with the new parts in place; if it fails, the old ones come
-                back, and it is called once more.
+            then: The function that is called with the new parts in place; if it fails, on any rank, the old
+                ones come back, and it is called once more.
 
         Raises:
             CapacityError: The device does not hold it; all is as it was.
         """
-        before = self.choice
+        before, ranks = self.choice, self.binding.job.ranks
+        self._release()
+        held = self.lanes.device_bytes
+        self.offloaded.trim()
+        failed: BaseException | None = None
+        try:
+            self._take(choice)
+            then()
+        except BaseException as error:
+            failed = error
+        if not any(ranks.gather(torch.tensor(int(failed is not None)))):
+            return
+        self._release()
+        self.lanes.device_bytes = held
+        self._take(before)
+        then()
+        raise failed or CapacityError("another rank cannot go on with this choice, so all go on as before")
+
+    def _release(self) -> None:
+        """Give the device memory back, with what is there alone in RAM."""
         self.executor.states.bring_home()
         self.executor.states.release()
         self.gradients.buffers.release()
         self.slots.release()
-        held = self.lanes.device_bytes
-        self.offloaded.trim()
-        try:
-            self._take(choice)
-            then()
-        except BaseException:
-            self.lanes.device_bytes = held
-            self._take(before)
-            then()
-            raise
 
     def _take(self, choice: Choice) -> None:
         for plane in self._planes_to_drop(choice):

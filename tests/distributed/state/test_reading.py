@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatrain.config.choice import StepBatch
 from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.hardware.memory import MemoryLimit
+from megatrain.store import read_in
 from megatrain.stream.engine import Engine
 from megatrain.stream.execute import resident_state
+from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.train.adapters import write_adapter
 from megatrain.train.ranks import END, STEP, lend, read_alone, step_of_all
-from megatrain.train.resume.state import write_state
+from megatrain.train.resume.state import lend_state, read_state, write_state
 from tests.distributed.cases import TRAINED, cut_at
+from tests.distributed.processes import exit_codes
 from tests.distributed.state.test_drives import tiers
 from tests.distributed.threads import RankLanes, Turns
 from tests.families import FAMILIES
@@ -39,11 +42,13 @@ def _small_shares() -> Iterator[None]:
         yield
 
 
-def trained(ranks: Any, trained: str = "all", **settings: Any) -> tuple[Engine, Callable[[], None]]:
+def trained(
+    ranks: Any, trained: str = "all", device: str | None = None, **settings: Any
+) -> tuple[Engine, Callable[[], None]]:
     """Return an engine, and a function that takes a step with it."""
     model = make_model(FAMILIES["llama"]())
     TRAINED[trained](model)
-    lanes: Any = "checked" if ranks is ALONE else RankLanes(ranks.turns, ranks.rank)
+    lanes: Any = "checked" if ranks is ALONE else device or RankLanes(ranks.turns, ranks.rank)
     engine = attach_plainly(model, device=lanes, batch=BATCH, ranks=ranks, precision="bf16", **settings)
     optimizer = engine.adamw(**HYPER)
     own = engine.parts(4)[ranks.rank]
@@ -81,6 +86,17 @@ def masters(engine: Engine) -> dict[str, torch.Tensor]:
     return dict(engine.named_masters())
 
 
+def masters_within(engine: Engine) -> dict[str, torch.Tensor]:
+    """Read twice at the same time: the first one is within a block while the second reads all."""
+    within = engine.named_masters()
+    names = [name for name, _ in engine.model.named_parameters()]
+    read = [next(within) for _ in range(1 + names.index("model.layers.1.self_attn.q_proj.weight"))]
+    found = dict(engine.named_masters())
+    for name, value in (*read, *within):
+        assert torch.equal(found[name], value), name
+    return found
+
+
 RESIDENT: dict[str, Any] = {"resident_layers": 4, "gradients": "device"}
 ALONE_THERE: dict[str, Any] = {"resident_layers": 2, "mirror_resident": False}
 
@@ -88,8 +104,8 @@ ALONE_THERE: dict[str, Any] = {"resident_layers": 2, "mirror_resident": False}
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("settings", [{}, RESIDENT, ALONE_THERE], ids=["", "resident", "on the device alone"])
 def test_the_first_rank_reads_masters_of_all(shape: tuple[int, int], settings: dict[str, Any]) -> None:
-    alone = first_reads(ALONE, masters, **settings)
-    found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, **settings))
+    alone = first_reads(ALONE, masters_within, **settings)
+    found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters_within, **settings))
     assert found.keys() == alone.keys()
     assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
 
@@ -164,6 +180,121 @@ def test_ranks_bring_what_is_on_their_devices_alone_home_together() -> None:
     expected = dict(engine.named_masters())
     for found in Turns(4, 2).run(run):
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("shape", [None, (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("where", ["room", "device"])
+def test_a_change_that_fails_on_one_rank_changes_none(shape: tuple[int, int] | None, where: str) -> None:
+    """Whether before the state is on the device again or after: it used to be read from pages given back."""
+
+    def run(ranks: Any) -> dict[str, torch.Tensor]:
+        engine, step = trained(ranks, **ALONE_THERE)
+        step()
+        before, held = dict(engine.named_masters()), engine.lanes.device_bytes
+        with pytest.MonkeyPatch.context() as patch:
+            calls: list[int] = []
+
+            def fail(*given: Any) -> None:
+                calls.append(1)
+                if len(calls) == 1:
+                    raise CapacityError("the device is full")
+                right(*given)
+
+            if ranks.rank == ranks.size - 1:
+                owner, name = (engine, "_make_room") if where == "room" else (DeviceStates, "_allocate")
+                right = getattr(owner, name)
+                own: Any = engine.executor.lanes
+                there = lambda states: (fail if states._lanes is own else right)(states)  # noqa: E731
+                patch.setattr(owner, name, fail if where == "room" else there)
+            said = "the device is full" if ranks.rank == ranks.size - 1 else "another rank"
+            with pytest.raises(CapacityError, match=said):
+                engine.reconfigure(replace(engine.choice, num_slots=1))
+            ranks.meet()
+        assert engine.lanes.device_bytes == held
+        after = dict(engine.named_masters())
+        assert [name for name, value in before.items() if not torch.equal(after[name], value)] == []
+        step()
+        return dict(engine.named_masters())
+
+    engine, step = trained(ALONE, resident_layers=2)
+    for _ in range(2):
+        step()
+    expected = dict(engine.named_masters())
+    for found in [run(ALONE)] if shape is None else Turns(*shape).run(run):
+        assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("alone", ["the first", "the last"])
+def test_weights_that_one_rank_has_read_in_are_taken_from_nowhere_else(
+    alone: str, shape: tuple[int, int]
+) -> None:
+    """Nor are they taken away from it while others borrow, nor left behind after a step."""
+
+    def run(ranks: Any) -> dict[str, torch.Tensor]:
+        engine, step = trained(ranks, **ALONE_THERE)
+        step()
+        is_reader = ranks.rank == (0 if alone == "the first" else ranks.size - 1)
+        before, weight = dict(engine.named_masters()), engine.model.model.layers[1].mlp.up_proj.weight
+        if is_reader:
+            engine.sync()
+        dict(engine.named_masters())
+        assert bool(weight.count_nonzero()) or not is_reader
+        engine.weights_changed()
+        after = dict(engine.named_masters())
+        assert [name for name, value in before.items() if not torch.equal(after[name], value)] == []
+        step()
+        ranks.meet()
+        assert not weight.count_nonzero()
+        ranks.meet()
+        return dict(engine.named_masters())
+
+    engine, step = trained(ALONE, resident_layers=2)
+    for _ in range(2):
+        step()
+    expected = dict(engine.named_masters())
+    for found in Turns(*shape).run(run):
+        assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def test_ranks_after_the_first_want_no_room_for_weights_that_are_there(monkeypatch: Any) -> None:
+    def run(ranks: Any) -> None:
+        engine, step = trained(ranks, **ALONE_THERE)
+        step()
+        room = engine.host.on_device.working_bytes if ranks.rank == 0 else 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(read_in, "host_memory", lambda: MemoryLimit(room, "a test"))
+            engine.sync()
+        ranks.meet()
+        assert engine.model.model.layers[1].mlp.up_proj.weight.count_nonzero()
+        ranks.meet()
+
+    Turns(2).run(run)
+
+
+def read_damaged(ranks: Any, *, saved: str) -> None:
+    """Save, take a tensor away, and read; both ranks as a run does."""
+    with cut_at(320):
+        engine, step = trained(ranks, device="cpu", **ALONE_THERE)
+        step()
+        if ranks.rank == 0:
+            Path(saved).mkdir()
+            write_state(engine, Path(saved))
+            file = sorted((Path(saved) / "state").iterdir())[1]
+            tensors = load_file(file)
+            tensors.pop(next(iter(tensors)))
+            save_file(tensors, file)
+        else:
+            lend_state(engine)
+        ranks.meet("orders")
+        read_state(engine.host, Path(saved), reads=ranks.local_rank == 0)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_ends_all_ranks_in_a_sentence(tmp_path: Path) -> None:
+    """The first one finds that within a block that all have brought; the others must not wait for it."""
+    codes = exit_codes(tmp_path / "ranks", 2, read_damaged, timeout_s=20, saved=str(tmp_path / "saved"))
+    assert codes == [2, 7]
+    assert "has no " in (tmp_path / "ranks/errors").read_text()
 
 
 def test_the_first_rank_saves_adapters_and_their_state_over_nodes(tmp_path: Path) -> None:
