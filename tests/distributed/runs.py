@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -124,10 +125,11 @@ def train_at_defaults(
         optim={"warmup_steps": 0},
     )
 
-    def seconds(request: Request) -> float:
-        return 1.0 + abs(request.batch.micro_batch_size - likes)
+    def look(request: Request, _: object) -> SimpleNamespace:
+        step_s = 1.0 + abs(request.batch.micro_batch_size - likes)
+        return SimpleNamespace(choice=None, step=SimpleNamespace(step_s=step_s))
 
-    with patch("megatrain.train.planning.micro_batches.looked_s", seconds):
+    with patch("megatrain.train.planning.micro_batches.look", look):
         run = train(config, resume=resume, caller=Caller(counts=Path(root)), ranks=ranks)
     newest = newest_whole(run / "checkpoints", warn=lambda *_: None, digests=False)
     assert newest is not None

@@ -78,6 +78,25 @@ def _longest_rounds(request: Request, frames: Iterator[Choice]) -> Iterator[Choi
             yield frame
 
 
+def like(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield what a choice for a similar request becomes under this one: the device is filled anew."""
+    num_layers, given = len(request.anatomy.layers), request.choice
+    values = {
+        "resident_layers": 0,
+        "mirror_resident": True,
+        "gradients": ("host",) * num_layers,
+        "blocks_in_ram": 0,
+        "weights_in_ram": 0,
+        "lockstep": min(lockstep_sizes(request), key=lambda m: abs(m - choice.lockstep)),
+    }
+    bases = dict.fromkeys([choice.activations[0], *(base.name for base in BASES)])
+    for base in bases if given.activations == AUTO else [""]:
+        values["activations"] = (base,) * num_layers
+        frame = replace(choice, **{**values, **given.for_layers(num_layers).given})
+        if not frame.has_state_on_device and is_allowed(request, frame):
+            yield from fill(request, frame)
+
+
 def first_fit(request: Request) -> Choice | None:
     """Return a choice that fits, one that takes little memory; None: none does."""
     found = _first_fit(request)

@@ -73,6 +73,8 @@ class Request:
     drive_limit: int | None = None
     choice: Choice = field(default_factory=Choice)
     """The settings that are decided already; the planner decides those that are open."""
+    start: Choice | None = field(default=None, compare=False)
+    """A choice that was found for a similar request: what becomes of it here is tried first."""
 
     def __post_init__(self) -> None:
         """Let layers keep what they keep where they are compiled, if they are."""

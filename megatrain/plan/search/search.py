@@ -8,6 +8,7 @@ number of operations, not of seconds: the same request has the same plan on a bu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
     lacks_ram,
+    like,
     list_choices,
     on_device_alone,
     values_of,
@@ -72,12 +74,39 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
         budget: The number of operations that are placed before the best choice so far is taken.
         enough_s: The seconds of a step with which the search ends.
     """
-    best = _search(request, budget, enough_s)
-    if best is not None and not lacks_ram(request):
+    asked = request, budget, enough_s
+    for known, found in _LATELY:
+        if known == asked:
+            return found
+    found = _searched(*asked)
+    _LATELY.append((asked, found))
+    return found
+
+
+_LATELY: deque[tuple[tuple[Request, int, float], Found | None]] = deque(maxlen=4)
+"""What was asked lately in this process, and found: the plan of a size has been searched for to choose it."""
+
+
+def _searched(request: Request, budget: int, enough_s: float) -> Found | None:
+    best = _near(request, budget, enough_s) if enough_s > 0 else None
+    if best is None:
+        best = _search(request, budget, enough_s)
+    if best is not None and (best.step.step_s <= enough_s or not lacks_ram(request)):
         return best
     for asked in on_device_alone(request):
         best = _search(asked, budget, enough_s, best) or best
     return best
+
+
+def _near(request: Request, budget: int, enough_s: float) -> Found | None:
+    """Return a choice that is like the request's start and fast enough; None: there is none."""
+    if request.start is None:
+        return None
+    race = _Race(_with_sums(request, request.start.sums), budget, enough_s)
+    race.run_like_start()
+    if race.best is None or race.best.step_s > enough_s:
+        return None
+    return Found(race.best.choice, race.best, race.num_timed, race.is_over)
 
 
 def _search(request: Request, budget: int, enough_s: float, best: Found | None = None) -> Found | None:
@@ -128,9 +157,16 @@ class _Race:
         self.is_over = False
         """The budget ended before every promising choice was timed."""
 
+    def run_like_start(self) -> None:
+        """Look at what is like the request's start, if that adds up where this request does."""
+        request = self._request
+        if request.start is not None and request.start.sums == request.choice.sums:
+            self.run(like(request, request.start))
+
     def run_all(self) -> None:
         """Look at everything, from what differs much to what differs little."""
         request = self._request
+        self.run_like_start()
         self.run(list_choices(request, Breadth.COARSE))
         self.climb(_FIRST_STARTS)
         self.run(list_choices(request, Breadth.MAIN))

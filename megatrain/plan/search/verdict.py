@@ -212,7 +212,7 @@ def _with_less(
         progress(f"planning with 10 % less {_MEMORIES[tier]}")
         best: Plan | None = None
         for asked in chain([request], others() if tier == "device" else ()):
-            found = make_plan(replace(asked, spec=machine), enough_s=enough_s)
+            found = make_plan(replace(asked, spec=machine, start=plan.choice), enough_s=enough_s)
             if best is None or (found.fits and (not best.fits or found.step_s < best.step_s)):
                 best = found
             if best.fits and best.step_s <= enough_s:

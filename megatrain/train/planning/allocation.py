@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,13 +113,13 @@ def plan_training(
         request = make_request(config, anatomy, spec, can_compile=is_compilable)
         return of_ranks(request, ranks.size, ranks.num_nodes, gathers=ranks.gathers)
 
-    config = with_fastest_size(config, model, device_type(spec), ask)
+    config, start = with_fastest_size(config, model, device_type(spec), ask)
     recount = partial(model.count, config, device_type(spec))
     anatomy = recount()
     if spec.is_cpu:
         spec = with_layers_timed(spec, anatomy, model, config, lately or Lately(None))
     count_s = time.perf_counter() - began_s
-    request = ask(config, anatomy)
+    request = replace(ask(config, anatomy), start=start)
     plan = make_plan(request)
     if not plan.fits:
         smaller = None if given is None or earlier is not None else partial(smaller_step_settings, given)

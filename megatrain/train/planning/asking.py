@@ -170,14 +170,14 @@ def ask(
         request = make_request(config, anatomy, spec, can_compile=compilable)
         return of_ranks(request, spec.num_ranks, spec.num_nodes, gathers=config.parallel.gathers)
 
-    config = with_fastest_size(config, model, device_type(spec), of_rank)
+    config, start = with_fastest_size(config, model, device_type(spec), of_rank)
     recount = partial(model.count, config, device_type(spec))
     anatomy = recount()
     if is_own and spec.is_cpu:
         from megatrain.train.planning.run_machine import with_layers_timed
 
         spec = with_layers_timed(spec, anatomy, model, config, lately)
-    request = make_request(config, anatomy, spec, can_compile=compilable)
+    request = replace(make_request(config, anatomy, spec, can_compile=compilable), start=start)
     return Asked(
         request=request,
         given=given,

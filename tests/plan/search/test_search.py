@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatrain.hardware import HardwareSpec
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.cost.timetable import Task
 from megatrain.plan.search import request as request_module
+from megatrain.plan.search import search as search_module
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow
 from megatrain.plan.search.search import search
@@ -267,3 +269,29 @@ def test_a_slow_machine_makes_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> 
         found = (again.choice, again.step_s, again.num_evaluated)
         assert found == (quiet.choice, quiet.step_s, quiet.num_evaluated)
     assert busy.plan_s > quiet.plan_s
+
+
+def test_a_similar_choice_is_tried_first_and_ends_a_search_that_asks_no_more() -> None:
+    """What is fast enough is found without a search; where more is wanted, nothing is lost by a start."""
+    asked = request_for("nothing in excess", 6, "four", clips=True)
+    found = search(asked)
+    assert found is not None
+    similar = replace(asked, spec=replace(asked.spec, device_bytes=55 << 20), start=found.choice)
+    enough = search(similar, enough_s=1.5 * found.step.step_s)
+    assert enough is not None
+    assert enough.num_timed < found.num_timed / 2
+    assert enough.step.step_s <= 1.5 * found.step.step_s
+    assert overflow(similar, enough.choice) == {}
+    best, without = search(similar), search(replace(similar, start=None, clips=asked.clips))
+    assert best is not None
+    assert without is not None
+    assert best.step.step_s <= without.step.step_s * 1.001
+
+
+def test_what_was_searched_for_lately_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it begins with, as the same is asked; with another budget it is another question."""
+    asked = request_for("slow link", 5, "three", clips=False)
+    found = search(asked)
+    monkeypatch.setattr(search_module, "_searched", lambda *given: given)
+    assert search(replace(asked, start=Choice(num_slots=1).with_defaults(5))) is found
+    assert search(asked, budget=10) == (asked, 10, 0.0)
