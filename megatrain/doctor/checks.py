@@ -207,6 +207,7 @@ def check_disk(path: Path, drive: BlockDevice, free: int | None = None) -> list[
     """
     existing = next(level for level in (path, *path.absolute().parents) if level.is_dir())
     where = f"{drive.file_system} on {drive.name}" + (f" ({drive.model})" if drive.model else "")
+    where += "" if existing == path else f", to be made in {existing}"
     free = shutil.disk_usage(existing).free if free is None else free
     name, text = "run directory", f"{where}; {_gb(free)} free"
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -155,7 +155,7 @@ def test_shared_memory_of_this_machine_or_none(tmp_path: Path) -> None:
 def test_room_for_checkpoints(tmp_path: Path, free: int, level: Level) -> None:
     room, kind, wear = check_disk(tmp_path / "runs", NVME, free)
     assert (room.level, bool(room.fix)) == (level, level is not Level.OK)
-    assert room.text == f"ext4 on nvme1n1 (Samsung 990); {free / 1e9:,.1f} GB free"
+    assert room.text == f"ext4 on nvme1n1 (Samsung 990), to be made in {tmp_path}; {free / 1e9:,.1f} GB free"
     assert (kind.text, kind.level) == ("NVMe", Level.OK)
     assert wear.text.startswith("5.0 GB written since start-up; endurance is not readable from /sys")
 
