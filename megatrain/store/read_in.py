@@ -81,7 +81,7 @@ class WeightsReadIn:
         Of several ranks of a node the first one has changed them, and the others bring them anew.
         """
         if self._on_device.blocks:
-            if self._of_node()[0]:
+            if self._in_ranks()[self._first]:
                 self._on_device.take_working()
             self._ranks.meet()  # before somebody writes there again
         if self._ranks.local_rank:
@@ -94,8 +94,9 @@ class WeightsReadIn:
 
     def drop(self) -> None:
         """Give the memory of `bring` back, since weights are about to change; all ranks call it."""
-        if self.are_on_node():  # which all know now, and have done with the same addresses
-            if self._ranks.local_rank == 0:
+        found = self._in_ranks() if self._on_device.blocks else [False]
+        if any(found):  # which all know now, and have done with the same addresses
+            if self._ranks.local_rank == 0 and any(self._on_node(found)):
                 self._on_device.drop_working()
             self._ranks.meet()
         if self.are_here:
@@ -104,13 +105,19 @@ class WeightsReadIn:
 
     def are_on_node(self) -> bool:
         """Whether any rank of the node has brought those of the device; all ranks call it, and meet here."""
-        return bool(self._on_device.blocks) and any(self._of_node())
+        return bool(self._on_device.blocks) and any(self._on_node(self._in_ranks()))
 
-    def _of_node(self) -> list[bool]:
-        """Return of each rank of the node whether it has brought them; all ranks call it."""
-        first = self._ranks.node * self._ranks.local_size
-        found = self._ranks.gather(torch.tensor(int(self.are_here)))[first : first + self._ranks.local_size]
-        return [bool(here) for here in found]
+    def _in_ranks(self) -> list[bool]:
+        """Return of each rank whether it has brought them; all ranks call it."""
+        return [bool(here) for here in self._ranks.gather(torch.tensor(int(self.are_here)))]
+
+    @property
+    def _first(self) -> int:
+        """The number of the first rank of the node."""
+        return self._ranks.node * self._ranks.local_size
+
+    def _on_node(self, found: list[bool]) -> list[bool]:
+        return found[self._first : self._first + self._ranks.local_size]
 
     def _buffer(self, block: int) -> Tensor:
         image = self._on_drives.images[block]

@@ -21,7 +21,7 @@ from megatrain.layout.host_buffers import PAGE_BYTES
 from megatrain.model.profile.count import count_anatomy
 from megatrain.plan.memory import host_pools
 from megatrain.plan.memory.device_pools import device_peak_bytes
-from megatrain.store import on_drives, placement, state
+from megatrain.store import on_drives, placement, read_in
 from megatrain.store.drives import scratch
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Tiers
@@ -151,7 +151,7 @@ def train(case: Case, root: Path, limits: Mapping[str, int]) -> tuple[Engine, fl
             patch.setattr(on_drives, "place", placed)
             if "ram" in limits:
                 memory = MemoryLimit(limits["ram"], "the test")
-                patch.setattr(state, "host_memory", lambda: memory)
+                patch.setattr(read_in, "host_memory", lambda: memory)
             if "nvme" in limits:
                 patch.setattr(calls.system, "free_bytes", lambda path: limits["nvme"] + PAGE_BYTES)
         elif "ram" in limits:
