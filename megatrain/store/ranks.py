@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -31,3 +32,8 @@ class StateRanks(Protocol):
 
     def shared_memory(self, nbytes: int) -> int | None:
         """Return a descriptor of zeroed memory that every rank of the node maps; None: there is one rank."""
+
+
+def on_each(ranks: StateRanks, flag: bool) -> list[bool]:
+    """Return of each rank whether something is so there; all call it, in lane `caller`."""
+    return [bool(found) for found in ranks.gather(torch.tensor(int(flag)))]

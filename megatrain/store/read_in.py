@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatrain.errors import CapacityError
@@ -10,7 +9,7 @@ from megatrain.hardware import GIB, host_memory
 from megatrain.store.on_device import BlocksOnDevice
 from megatrain.store.on_drives import BlocksOnDrives, page_memory
 from megatrain.store.planes import Planes
-from megatrain.store.ranks import StateRanks
+from megatrain.store.ranks import StateRanks, on_each
 
 
 class WeightsReadIn:
@@ -109,7 +108,7 @@ class WeightsReadIn:
 
     def _in_ranks(self) -> list[bool]:
         """Return of each rank whether it has brought them; all ranks call it."""
-        return [bool(here) for here in self._ranks.gather(torch.tensor(int(self.are_here)))]
+        return on_each(self._ranks, self.are_here)
 
     @property
     def _first(self) -> int:

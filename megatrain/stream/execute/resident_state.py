@@ -25,7 +25,7 @@ from megatrain.plan.program.features.resident import Push, pull
 from megatrain.plan.program.kinds import Lane
 from megatrain.plan.program.operations import Operation, Work
 from megatrain.store.block_state import part_of_plane
-from megatrain.store.ranks import StateRanks
+from megatrain.store.ranks import StateRanks, on_each
 from megatrain.store.state import HostState
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.lanes import Lanes
@@ -81,7 +81,7 @@ class DeviceStates:
             self._allocate()
         except BaseException as error:
             failed = error
-        if self._host.on_device.blocks and any(self._ranks.gather(torch.tensor(int(failed is not None)))):
+        if self._host.on_device.blocks and any(on_each(self._ranks, failed is not None)):
             failed = failed or CapacityError("device memory: another rank's device does not hold its state")
         if failed is not None:
             raise failed

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from megatrain.config.choice import Choice
@@ -24,6 +23,7 @@ from megatrain.model.shares import adds_router_loss
 from megatrain.plan.program.spec import DriveSpec, StepSpec
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.store.precision import Precision
+from megatrain.store.ranks import on_each
 from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
@@ -158,7 +158,7 @@ class Arrangement:
             then()
         except BaseException as error:
             failed = error
-        if not any(ranks.gather(torch.tensor(int(failed is not None)))):
+        if not any(on_each(ranks, failed is not None)):
             return
         self._release()
         self.lanes.device_bytes = held
