@@ -40,8 +40,6 @@ _log = logging.getLogger(__name__)
 class HostState:
     """All planes of all blocks. One arena per plane, of exact size, allocated when it is first needed."""
 
-    call_others: Callable[[int], object] | None = None
-    """Lets the other ranks `lend` a block to this one, which reads by itself; None: all borrow together."""
     limit: int | None = None
     """The bytes that all planes may take; None: what the machine has."""
     make_planes: Callable[[Sequence[BlockLayout], Placement, StateRanks, Collection[int]], Planes] = Planes
@@ -249,10 +247,10 @@ class HostState:
         """Lend a block with all its planes, wherever they live, until the context ends.
 
         Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`. What other
-        nodes keep of it comes from there, and what other ranks have on their devices; see `call_others`.
-        Where the caller `writes`, nothing comes from other nodes, and what is not of this node is dropped:
-        the first rank of each node does it, with the same values. Of a block on devices the other ranks take
-        part, and write nothing.
+        nodes keep of it comes from there, and what other ranks have on their devices: where
+        `is_read_by_all`, all ranks borrow the same blocks, in one order. Where the caller `writes`, nothing
+        comes from other nodes, and what is not of this node is dropped: the first rank of each node does it,
+        with the same values. Of a block on devices the other ranks take part, and write nothing.
 
         Args:
             block: The block's number.
@@ -267,18 +265,15 @@ class HostState:
             if writes:
                 self._keep(block, lent, buffer)
             return
-        call = None if writes else self.call_others
-        if call is not None:
-            call(block)
         lent = self._bring(block, comes=not writes)
         self._num_lent[block] += 1
-        are_met = call is None
+        are_met = True
         try:
             yield lent
             if writes:
                 self.on_device.take(block)
         except BaseException:
-            are_met = are_met and not writes  # the others wait to take what will not come
+            are_met = not writes  # the others wait to take what will not come
             raise
         finally:
             self._num_lent[block] -= 1
@@ -288,11 +283,6 @@ class HostState:
                 self._drop(block)
             if are_met and is_on_device:
                 self._ranks.meet()  # or another one would read in weights that this one is about to drop
-
-    def lend(self, block: int) -> None:
-        """Take part in what the first rank of all borrows by itself."""
-        self._bring(block)
-        self._drop(block)
 
     def follow(self, block: int) -> None:
         """Take part, on a rank that is not the first of its node, in what that one writes to a block."""

@@ -361,7 +361,7 @@ class Engine:
     def sync(self) -> None:
         """Wait for every update, and make the parameters whole: call it before any read of weights.
 
-        Of several ranks all call it, or the first one alone; who writes to parameters then waits for all.
+        All ranks call it; who writes to parameters then waits for all.
         Updates of the `deferred` schedule run in the background until the next step's copies need them.
         Weights that live on drives are read into RAM, until the next `opt.step()`.
 

@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.distributed.signals import stop_signals
 from megatrain.errors import CallbackError
 from megatrain.train.run import Run
+
+if TYPE_CHECKING:
+    from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +35,12 @@ def refuse_failed_callback(run: Run, saved: Path | None) -> None:
     failed = run.callbacks.failure
     if failed is not None:
         done = "no step was taken" if saved is None else f"step {run.step} is saved in {saved}"
-        raise CallbackError(
-            f"the callback {failed.name} failed in {failed.event} ({type(failed.error).__name__}: "
-            f"{failed.error}); {done}. The same command goes on from there; without the callback "
-            "(log.to) nothing else changes"
-        ) from failed.error
+        error = CallbackError(
+            f"the callback {failed.name} failed in {failed.event} ({failed.said}); {done}. The same command "
+            "goes on from there; without the callback (log.to) nothing else changes"
+        )
+        error.is_told = run.ranks.local_rank > 0
+        raise error from failed.error
 
 
 def end_early(run: Run, reason: str) -> None:
@@ -49,32 +55,34 @@ def end_early(run: Run, reason: str) -> None:
 
 
 @contextmanager
-def stop_flag(*, is_alone: bool = True) -> Iterator[threading.Event]:
+def stop_flag(ranks: Ranks | Alone = ALONE) -> Iterator[threading.Event]:
     """Let the first stop signal finish the step; a second one ends the process as usual.
 
-    Args:
-        is_alone: Whether there is a single rank. With several, the launcher decides about a second signal,
-            since a job's end may signal each process as well as the launcher, which signals the ranks too.
+    Of several ranks, which all come here, the first one looks at signals, and the others ignore them. Their
+    launcher decides about a second one: a job's end may signal each process and the launcher, which passes
+    signals on.
     """
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    numbers = stop_signals()
+    is_first = ranks.rank == 0
+    if is_first:
+        ranks.meet("orders")  # from now on the other ranks leave signals to this one
+    numbers = stop_signals() if threading.current_thread() is threading.main_thread() else ()
     previous = {number: signal.getsignal(number) for number in numbers}
 
     def handle(number: int, _: FrameType | None) -> None:
         if stop.is_set():
             return
         stop.set()
-        if is_alone:
+        if ranks.size == 1:
             for each in numbers:  # a closed terminal may signal twice, and means one stop
                 signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else previous[each])
         _log.warning("the run is asked to stop: it finishes the step and saves")
 
     for number in numbers:
-        signal.signal(number, handle)
+        signal.signal(number, handle if is_first else signal.SIG_IGN)
     try:
+        if not is_first:
+            ranks.meet("orders")
         yield stop
     finally:
         for number in numbers:

@@ -1,16 +1,15 @@
-"""A run of several ranks: the first one decides and writes, and the others take the steps that it orders.
+"""A run of several ranks: all go through the whole run as if they were alone, and each computes its part.
 
-The ranks of a node map one shared state, so the first rank samples, saves and exports it as if it were alone,
-while the others wait for the next order. Batches of evaluation are shared out. State of other nodes, and what
-is on devices alone, comes to the first rank block by block.
+The first rank finds the checkpoint, plans, writes and prints, and tells the others what it has decided. What
+depends on the clock, a signal or a callback is agreed on between two steps, where all ranks do as the first
+one would. State that is on other nodes, or on devices alone, all ranks read together, block by block.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,22 +23,16 @@ from megatrain.config.choice import Choice
 from megatrain.config.decided import with_budget, with_micro_batches
 from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.sizes import counted
-from megatrain.distributed.signals import stop_signals
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
 from megatrain.hardware.care import Care
 from megatrain.hardware.cores import allowed_cpus
-from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 
 if TYPE_CHECKING:
     from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
-
-STEP, EVALUATE, COMMIT, SETTLE, LEND, END = "step", "evaluate", "commit", "settle", "lend", "end"
-"""The orders of the first rank. After `SETTLE` the others bring home what is newer on their devices, before
-the first rank reads it; `LEND`, with a block's number, lends it what their nodes and devices have of it."""
 
 
 def gathers_weights(wish: bool | None, device: str, ranks: Ranks | Alone) -> bool:
@@ -85,54 +78,6 @@ def agreed(ranks: Ranks | Alone, choice: Choice, config: Config) -> tuple[Choice
     size = config.train.micro_batch_size if config.is_decided else None
     values, size, budget = ranks.tell([as_values(choice), size, config.train.activation_budget])
     return from_values(values), with_budget(with_micro_batches(config, size), budget)
-
-
-@contextmanager
-def step_of_all(ranks: Ranks | Alone, engine: Engine) -> Iterator[None]:
-    """Let the other ranks take the step that this one, the first, takes inside."""
-    ranks.tell(STEP)
-    _let_others(ranks, engine, _refuse_within_a_step)
-    try:
-        yield
-    except BaseException:
-        _let_others(ranks, engine, _refuse_after_an_error)
-        raise
-    read_alone(ranks, engine)
-
-
-def read_alone(ranks: Ranks | Alone, engine: Engine) -> None:
-    """Let the others `lend` the state that this one, the first, reads from now on."""
-    _let_others(ranks, engine, lambda *block: ranks.tell([LEND, *block] if block else SETTLE))
-
-
-def lend(engine: Engine, order: Any) -> None:
-    """Obey `read_alone` on a rank that is not the first."""
-    engine.settle()
-    if order != SETTLE:
-        assert order[0] == LEND
-        engine.host.lend(order[1])
-
-
-def _let_others(ranks: Ranks | Alone, engine: Engine, call: Callable[..., object]) -> None:
-    """Call `call`, with a block or none, whenever the first rank is about to read what other ranks have."""
-    if ranks.size == 1:  # it has everything, and may read at any time
-        return
-    engine.arrangement.call_others = call
-    engine.host.call_others = call
-
-
-def _refuse_within_a_step(*_: int) -> None:
-    raise ConfigError(
-        "a callback has read weights or state within a step, while ranks have newer ones on their devices or "
-        "nodes; read them in on_step_end"
-    )
-
-
-def _refuse_after_an_error(*_: int) -> None:
-    raise ConfigError(
-        "a step has failed on the first rank, while others are in it, so nothing can be read of the state "
-        "that they have; go on from the newest checkpoint"
-    )
 
 
 def require_same_run(ranks: Ranks | Alone, config: Config, facts: Mapping[str, Any]) -> None:
@@ -219,14 +164,3 @@ def count_written(care: Care, ranks: Ranks | Alone) -> None:
     """Count the bytes that the other ranks have written to drives; every rank calls it."""
     own = care.own_written_bytes() or 0
     care.count_others(sum(map(int, ranks.gather(torch.tensor(own)))) - own)
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore signals, since the first rank finishes the step, saves, and ends the others."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

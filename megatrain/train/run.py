@@ -105,6 +105,11 @@ class Run:
     reference: str | None = None
     """The fingerprint of the model that answers are compared with; None if there is none."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.num_steps
+
     def tell(self, event: Event, **values: Any) -> None:
         """Record an event after the steps so far, with further facts about it as plain values."""
         if self.events is not None:
@@ -132,7 +137,7 @@ class Run:
     def _position(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "is_last": self.step >= self.num_steps,
+            "is_last": self.is_complete,
             "tokens": self.tokens,
             "targets": self.targets,
             "skipped": self.optimizer.num_skipped,
@@ -355,6 +360,7 @@ def prepare(
                 "optimizer": optimizer,
                 "lr_scheduler": scheduler,
             },
+            ranks=ranks,
         ),
         base=base,
         reference=None if reference is None else reference.model,

@@ -7,9 +7,10 @@ import itertools
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from megatrain import files
@@ -25,6 +26,9 @@ from megatrain.train.loop import train
 from tests.checkpoint.faults import Watched
 from tests.store.disks import Counted, Failing, Killed
 from tests.train.project import make_config
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 
 def train_on_drives(
@@ -77,6 +81,7 @@ def train_run(
     killed: list[int] | None = None,
     how: str = "SIGKILL",
     plans: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
     **sections: Any,
 ) -> str:
     """Train, or go on training, by rules of thumb in the place of a plan, which is what takes longest.
@@ -88,6 +93,7 @@ def train_run(
         killed: A rank, and the number of its collective, of whatever kind, before which it is killed.
         how: By which signal; `hang`: it is not killed, and waits for ever.
         plans: Memory is planned first, which takes longer than the run.
+        callbacks: Of this rank.
         sections: Of the configuration.
     """
     if killed is not None and ranks.rank == killed[0]:
@@ -96,9 +102,9 @@ def train_run(
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4, "gather": "on"}, **sections)
     if plans:
-        return str(train(config, ranks=ranks, caller=Caller(counts=Path(root))))
+        return str(train(config, ranks=ranks, callbacks=callbacks, caller=Caller(counts=Path(root))))
     with patch("megatrain.train.run.plan_memory", return_value=None):
-        return str(train(config, ranks=ranks))
+        return str(train(config, ranks=ranks, callbacks=callbacks))
 
 
 def train_at_defaults(

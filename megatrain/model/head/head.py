@@ -9,12 +9,12 @@ and said so.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -264,14 +264,15 @@ class Head:
     ) -> ModelOutput:
         hidden = output.last_hidden_state
         if isinstance(self.share, RowSums):
-            loss_of = partial(self._part, inner, named, output, 1)
+            loss_of = partial(self._part, _Call(inner, named, output), 1)
             return ModelOutput(loss=self._sums(loss_of, hidden, targets))
         flat = targets.reshape(1, -1)
         total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
         others = _Others(output) if self._adds_router_loss(named) else None
-        loss_of = partial(self._part, inner, named, output, total, share=self.share, others=others)
+        call = _Call(inner, named, output)
+        loss_of = partial(self._part, call, total, share=self.share, others=others)
         (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, total, others)
         if self.share is not None:
             self.share.was_used = True
@@ -311,9 +312,7 @@ class Head:
 
     def _part(
         self,
-        inner: Callable[..., Any],
-        named: dict[str, Any],
-        output: Any,
+        call: _Call,
         total: int | Tensor,
         hidden: Tensor,
         targets: Tensor,
@@ -325,9 +324,7 @@ class Head:
         """Compute the loss of one chunk; that of the first one with what a model adds, as the share says.
 
         Args:
-            inner: The CausalLM's own forward.
-            named: Its arguments.
-            output: What its decoder has returned.
+            call: The forward of the CausalLM that computes it.
             total: The number by which sums over tokens are divided.
             hidden: (1, T, H), the hidden states of the chunk.
             targets: (1, T), its labels.
@@ -336,9 +333,9 @@ class Head:
             others: The tensors beside hidden states that lead to the loss.
         """
         fields: dict[str, Any] = {} if given is None or others is None else others.fields(given)
-        part = dataclasses.replace(output, **fields, last_hidden_state=hidden)
+        part = replace(call.output, **fields, last_hidden_state=hidden)
         named = {
-            **named,
+            **call.named,
             "labels": targets,
             "shift_labels": targets,
             "num_items_in_batch": _scalar(total, hidden),
@@ -350,7 +347,7 @@ class Head:
         held, self.share = self.share, share
         try:
             with self._standing_in(lambda *_, **__: part):
-                loss: Tensor = inner(**named).loss
+                loss: Tensor = call.inner(**named).loss
         finally:
             self.share = held
         return loss if share is None else share.joined(loss)
@@ -373,8 +370,8 @@ class Head:
                 whole_named.pop(key, None)
             if "output_router_logits" in self._signature.parameters:
                 whole_named["output_router_logits"] = False
-            part = dataclasses.replace(output, last_hidden_state=hidden)
-            loss_of = partial(self._part, inner, named, output, count)
+            part = replace(output, last_hidden_state=hidden)
+            loss_of = partial(self._part, _Call(inner, named, output), count)
             linear = self.linear
             half = hidden.shape[1] // 2
             with mock.patch.object(self, "share", None), _without_hooks(self._owner):
@@ -386,8 +383,8 @@ class Head:
                 )
                 others = _Others(output)
                 leaves = [tensor.detach().requires_grad_() for tensor in others.tensors]
-                beside = dataclasses.replace(output, **others.fields(leaves))
-                loss_of = partial(self._part, inner, named, beside, count, hidden, targets)
+                beside = replace(output, **others.fields(leaves))
+                loss_of = partial(self._part, _Call(inner, named, beside), count, hidden, targets)
                 if not adds_router and _leads_to(leaves, loss_of):
                     raise ValueError("it depends on more than the last hidden states of its decoder")
                 if linear is not None:
@@ -426,6 +423,17 @@ def _tolerance(hidden: Tensor, form: Form) -> float:
 
 def _is_close(found: float, expected: float, tolerance: float) -> bool:
     return abs(found - expected) <= tolerance * max(1.0, abs(expected))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A forward of the CausalLM, between what its decoder has returned and the loss."""
+
+    inner: Callable[..., Any]
+    named: dict[str, Any]
+    """The arguments."""
+    output: Any
+    """What the decoder has returned."""
 
 
 class _Others:

@@ -36,7 +36,7 @@ from megatrain.model.profile.anatomy import Cost, Layer
 from megatrain.model.profile.compiled import MOST_OPERATIONS, count_compiled
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
 from megatrain.model.profile.metering import Meter
-from megatrain.model.profile.passing import Traces, WholePass, WholePassTracer
+from megatrain.model.profile.passing import HeadPass, Traces, WholePass, WholePassTracer
 from megatrain.model.profile.rows import Rows, prime_beside
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
 from megatrain.model.sequence.attention import rows_shared
@@ -49,20 +49,31 @@ LossKind: TypeAlias = Literal["plain", "given", "rows"]
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-    from typing_extensions import Required, TypedDict
+    from typing_extensions import Required, TypedDict, Unpack
 
     class ModelShape(TypedDict, total=False):
         """The arguments of `Counter.of` for one size of micro-batch or several."""
 
         seq_len: Required[int]
+        """The number of tokens of a row."""
         precision: Required[Literal["fp32", "bf16"]]
+        """The precision in which weights are kept, as in `attach`."""
         attn_implementation: str | None
+        """The attention implementation, by its name in transformers; None takes the default."""
         adaptation: Adaptation | None
+        """The part of the model that is trained, adapters among it; None: all of it."""
         is_packed: bool
+        """Whether rows are of several documents, which positions keep apart: `sdpa` gets a mask then."""
         document_len: int | None
+        """The number of tokens of the document that a token of a packed row is in, on average; None: all of
+        the row. Attention without a mask computes no more."""
         sequence: int
+        """The number of ranks that share out the tokens of every row; what one computes is counted."""
         compiles: bool
+        """Whether to count what compiled layers keep, too."""
         loss: LossKind
+        """`plain`: the engine's own, of all tokens; `given`: one that somebody makes of the model's; `rows`:
+        one of a sum for each row, as that of preferences is."""
 
 
 _log = logging.getLogger(__name__)
@@ -142,57 +153,39 @@ class Counter:
         config: PretrainedConfig,
         *,
         micro_batch_size: int,
-        seq_len: int,
-        precision: Literal["fp32", "bf16"],
-        attn_implementation: str | None = None,
-        adaptation: Adaptation | None = None,
-        is_packed: bool = False,
-        document_len: int | None = None,
-        sequence: int = 1,
-        compiles: bool = False,
-        loss: LossKind = "plain",
+        **model: Unpack[ModelShape],
     ) -> Counter:
         """Build a model.
 
         Args:
             config: The configuration of a causal language model, or of a larger model with one inside.
             micro_batch_size: The number of rows.
-            seq_len: The number of tokens of a row.
-            precision: The precision in which weights are kept, as in `attach`.
-            attn_implementation: The attention implementation, by its name in transformers; None takes the
-                default.
-            adaptation: The part of the model that is trained, adapters among it; None: all of it.
-            is_packed: Whether rows are of several documents, which positions keep apart: `sdpa` gets a mask
-                then.
-            document_len: The number of tokens of the document that a token of a packed row is in, on average;
-                None: all of the row. Attention without a mask computes no more.
-            sequence: The number of ranks that share out the tokens of every row; what one of them computes is
-                counted.
-            compiles: Whether to count what compiled layers keep, too.
-            loss: `plain`: the engine's own, of all tokens; `given`: one that somebody makes of the model's;
-                `rows`: one of a sum for each row, as that of preferences is.
+            **model: The values of `ModelShape`.
 
         Raises:
             ModelError: The model cannot be built or streamed, or does not compute the same where rows are
                 shared out.
             ConfigError: A shape or a precision that there is not, or heads that cannot be shared out.
         """
+        precision, sequence = model["precision"], model.get("sequence", 1)
         if precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {precision!r}; use fp32 or bf16")
         if sequence > 1:
             refuse_config(config, sequence)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         refuse_encoder(config)
-        attention = counted_as(config, attn_implementation, dtype)
-        model = build_skeleton(config, dtype=dtype, attn_implementation=attention)
-        if is_ours(model.config):
-            tells_windows(model.config)  # while tensors are real
+        attention = counted_as(config, model.get("attn_implementation"), dtype)
+        built = build_skeleton(config, dtype=dtype, attn_implementation=attention)
+        if is_ours(built.config):
+            tells_windows(built.config)  # while tensors are real
+        adaptation = model.get("adaptation")
         if adaptation is not None:
-            adapt(model, adaptation)
-        counter = cls(model, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
-        counter.model_type = config.model_type
-        counter.is_packed, counter.document_len, counter.sequence = is_packed, document_len, sequence
-        counter.compiles, counter.loss = compiles, loss
+            adapt(built, adaptation)
+        counter = cls(built, micro_batch_size=micro_batch_size, seq_len=model["seq_len"], precision=precision)
+        counter.model_type, counter.sequence = config.model_type, sequence
+        counter.is_packed = model.get("is_packed", False)
+        counter.document_len = model.get("document_len")
+        counter.compiles, counter.loss = model.get("compiles", False), model.get("loss", "plain")
         return counter
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
@@ -264,9 +257,11 @@ class Counter:
                     meter,
                     head_chunk_tokens,
                     trace,
-                    is_followed=not self.has_router_loss and self.loss != "rows",
-                    is_plain=self.loss == "plain",
-                    is_fused=device_type != "cpu",
+                    HeadPass(
+                        is_followed=not self.has_router_loss and self.loss != "rows",
+                        is_plain=self.loss == "plain",
+                        is_fused=device_type != "cpu",
+                    ),
                 )
                 rows, seq_len = self.shape
                 with self.rows_shared(meter.swapped):

@@ -165,6 +165,18 @@ class _MeteredHead(LinearHead):
         return losses
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadPass:
+    """The way in which the head computes the loss of a pass."""
+
+    is_followed: bool
+    """The backward of the head follows its forward; see `megatrain.model.head.chunks`."""
+    is_plain: bool
+    """The loss counts as it is."""
+    is_fused: bool
+    """Chunks go through `LinearHead` where they can."""
+
+
 class WholePassTracer:
     """Runs the model's own forward and backward once."""
 
@@ -176,10 +188,7 @@ class WholePassTracer:
         meter: Meter,
         head_chunk_tokens: int | None,
         trace: Callable[[LayerCall], Traces],
-        *,
-        is_followed: bool,
-        is_plain: bool,
-        is_fused: bool,
+        head: HeadPass,
     ) -> None:
         """Prepare a pass.
 
@@ -190,10 +199,7 @@ class WholePassTracer:
             meter: The meter, under which all runs.
             head_chunk_tokens: The number of tokens in a chunk of the head, as in `attach`.
             trace: The function that is called once for every kind of layer, in the middle of the forward.
-            is_followed: A claim that the backward of the head follows its forward: see
-                `megatrain.model.head.chunks`.
-            is_plain: A claim that the loss counts as it is.
-            is_fused: A claim that chunks go through `LinearHead` where they can.
+            head: The way in which the head computes the loss.
         """
         self._model = model
         self._layers = layers
@@ -206,7 +212,7 @@ class WholePassTracer:
         self._embedded_bytes: Any = 0
         self._streamed: dict[int, list[Tensor]] = {}
         """The weights of each block that want a gradient."""
-        self._is_followed, self._is_plain, self._is_fused = is_followed, is_plain, is_fused
+        self._head_pass = head
         self._linear: _MeteredHead | None = None
         self._chunks, self._chunk_forwards = Cost(), Cost()
         """What all chunks have cost so far, and their forwards alone."""
@@ -226,7 +232,7 @@ class WholePassTracer:
     ) -> WholePass:
         """Pass a micro-batch of full rows, of one document each or packed; `shares`: of parts of rows."""
         meter, result = self._meter, self.result
-        head = Head(self._model, self._chunk_tokens, self._chunk_weights, is_fused=self._is_fused)
+        head = Head(self._model, self._chunk_tokens, self._chunk_weights, is_fused=self._head_pass.is_fused)
         if head.linear is not None:
             head.linear = self._linear = _MeteredHead(head.linear, meter)
         head._adds_up = True
@@ -296,8 +302,8 @@ class WholePassTracer:
             tensors,
             self._note_chunks,
             self._meter,
-            is_followed=self._is_followed,
-            is_plain=self._is_plain,
+            is_followed=self._head_pass.is_followed,
+            is_plain=self._head_pass.is_plain,
         )
 
     def _note_chunks(self) -> Callable[[], None]:

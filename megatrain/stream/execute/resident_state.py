@@ -174,11 +174,6 @@ class DeviceStates:
         stale, self._stale = sorted(self._stale), set()
         return [pull(block, self._nbytes(block)) for block in stale]
 
-    @property
-    def has_newer(self) -> bool:
-        """Whether an update has changed blocks that have not been copied home since."""
-        return bool(self._newer)
-
     def take_newer(self) -> list[int]:
         """Return the blocks that an update has changed on the device; they are to be copied home."""
         newer, self._newer = sorted(self._newer), set()

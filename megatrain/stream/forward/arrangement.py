@@ -104,22 +104,17 @@ class Arrangement:
             binding.job.ranks, self.host.layouts, lanes, binding.job.sequence, binding.job.optimizer
         )
         """The part of the gradients that this rank keeps."""
-        self.call_others: Callable[[], object] | None = None
-        """Lets the other ranks settle too, where this one reads by itself; None: all do it together."""
         self._arrange(choice)
 
     def settle(self) -> None:
-        """Wait for every update, and bring home what is newer on the device, or on those of all ranks."""
-        if self.call_others is not None and self.executor.states.has_newer:
-            self.call_others()
+        """Wait for every update, and bring home what is newer on the device; all ranks call it."""
         self.executor.sync()
 
     def named_gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gradient) as `Engine.named_gradients`; several ranks put their shares together first.
 
         Raises:
-            ConfigError: The gradients are used up, or the other ranks do not read them, as a callback alone
-                does.
+            ConfigError: The gradients are used up.
             ModelError: A gradient went past the engine.
         """
         self.binding.check_gradients()
@@ -129,11 +124,6 @@ class Arrangement:
                 "read them"
             )
         self.executor.wait_for_gradients()
-        if self.num_ranks > 1 and self.call_others is not None:
-            raise ConfigError(
-                "a callback has asked for gradients, of which each rank has a part, and only the first rank "
-                "calls callbacks; read them with one rank, or with engine.named_gradients() on all"
-            )
         self.shared.show_gradients(self.host)
         return self.gradients.named(names)
 

@@ -1,20 +1,34 @@
 """Calls callbacks as transformers' Trainer does: the same events, with the same objects.
 
 After each step, `Callbacks.control` holds the wishes of the callbacks (to stop, save, log or evaluate). One
-that raises is not called again; the loop asks for `failure` between two steps, when the state is whole.
+that raises is not called again; the loop asks for `failure` between two steps, when the state is whole. Every
+rank calls its own callbacks, and between two steps all ranks take over the wishes of the first one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.config import Config
+from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import CallbackError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+    from megatrain.distributed.ranks import Ranks
+
+
+_OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What a launcher says in the environment of the process that it has started."""
+
+_WITHIN_A_STEP = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
+"""The events after which ranks go on without a word; what is wished in them counts at the step's end."""
 
 
 class Failure(NamedTuple):
@@ -22,7 +36,10 @@ class Failure(NamedTuple):
 
     name: str
     event: str
-    error: Exception
+    said: str
+    """What it has raised, in words."""
+    error: Exception | None = None
+    """The error itself, on the rank where it was raised."""
 
 
 class Callbacks:
@@ -36,6 +53,7 @@ class Callbacks:
         num_steps: int,
         steps_per_epoch: int,
         objects: Mapping[str, Any],
+        ranks: Ranks | Alone = ALONE,
     ) -> None:
         """Make the objects that callbacks are given; without callbacks, nothing is made.
 
@@ -45,6 +63,7 @@ class Callbacks:
             num_steps: The number of steps of the whole run.
             steps_per_epoch: The number of steps of one pass over the data.
             objects: The further objects of each call: model, processing_class, optimizer, lr_scheduler.
+            ranks: The ranks that train together, each with callbacks of its own.
 
         Raises:
             ConfigError: A package that transformers' arguments need is not installed.
@@ -52,6 +71,8 @@ class Callbacks:
         self._members = list(members)
         self._objects = objects
         self._steps_per_epoch = steps_per_epoch
+        self._ranks = ranks
+        self._wishes: dict[str, bool] = {}
         self.failure: Failure | None = None
         """The first callback that has raised."""
         self.control: TrainerControl | None = None
@@ -66,6 +87,8 @@ class Callbacks:
             self.state.num_train_epochs = -(-num_steps // steps_per_epoch)
             self.state.train_batch_size = config.train.micro_batch_size
             self.state.logging_steps = config.log.every
+            self.state.is_world_process_zero = ranks.rank == 0
+            self.state.is_local_process_zero = ranks.local_rank == 0
 
     def call(self, event: str, **values: Any) -> None:
         """Call each callback's method of this name; the beginning of a step clears earlier wishes."""
@@ -80,10 +103,24 @@ class Callbacks:
                 self._drop(member, event, error)
             else:
                 self.control = changed or self.control
+        if event not in _WITHIN_A_STEP:
+            self.agree()
+
+    def agree(self) -> None:
+        """Take over what the first rank's callbacks wish, and a failure on any rank; all ranks call it."""
+        own = {} if self.control is None else dict(vars(self.control))
+        failed = None if self.failure is None else self.failure[:3]
+        found = self._ranks.gather_values([own, failed], "orders")
+        self._wishes = found[0][0]
+        if self.control is not None:
+            vars(self.control).update(self._wishes)
+        if self.failure is None:
+            self.failure = next((Failure(*other) for _, other in found if other is not None), None)
 
     def _drop(self, member: TrainerCallback, event: str, error: Exception) -> None:
         self._members.remove(member)
-        self.failure = self.failure or Failure(type(member).__name__, event, error)
+        said = f"{type(error).__name__}: {error}"
+        self.failure = self.failure or Failure(type(member).__name__, event, said, error)
 
     def at(self, step: int, *, tokens: int) -> None:
         """Update the state that tells how far the run is."""
@@ -94,10 +131,11 @@ class Callbacks:
 
     def log(self, numbers: Mapping[str, float]) -> None:
         """Pass numbers of the step to the callbacks that log."""
+        logs = dict(numbers)
         if self.state is not None:
-            logs = {**numbers, "epoch": self.state.epoch}
+            logs["epoch"] = self.state.epoch
             self.state.log_history.append({**logs, "step": self.state.global_step})
-            self.call("on_log", logs=logs)
+        self.call("on_log", logs=logs)
 
     def best(self, loss: float | None, step: int | None, checkpoint: str | None) -> None:
         """Update the state that tells which evaluation is the best."""
@@ -106,8 +144,8 @@ class Callbacks:
             self.state.best_model_checkpoint = checkpoint
 
     def wants(self, wish: str) -> bool:
-        """Return whether a callback has set this field of the control, such as `should_save`."""
-        return self.control is not None and bool(getattr(self.control, wish))
+        """Return whether callbacks, of the first rank, have set a field of the control, as `should_save`."""
+        return self._wishes.get(wish, False)
 
     def saved_state(self) -> dict[str, Any]:
         """Return the saved state of the callbacks that have a method `state`, as transformers does.
@@ -164,28 +202,29 @@ def training_arguments(config: Config, num_steps: int) -> TrainingArguments:
 
     optim, train, held_out = config.optim, config.train, config.eval
     try:
-        arguments = TrainingArguments(
-            output_dir=config.out,
-            per_device_train_batch_size=train.micro_batch_size,
-            per_device_eval_batch_size=train.micro_batch_size,
-            gradient_accumulation_steps=train.grad_accumulation,
-            learning_rate=optim.lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.betas[0],
-            adam_beta2=optim.betas[1],
-            adam_epsilon=optim.eps,
-            max_grad_norm=optim.max_grad_norm or 0.0,
-            max_steps=num_steps,
-            lr_scheduler_type=optim.schedule,
-            lr_scheduler_kwargs=dict(optim.schedule_args),
-            warmup_steps=optim.warmup_steps,
-            logging_steps=config.log.every,
-            save_total_limit=config.checkpoint.keep_last,
-            seed=train.seed,
-            data_seed=config.data_seed,
-            report_to="none",
-            use_cpu=True,  # the engine has the device
-        )
+        with _as_one_process():
+            arguments = TrainingArguments(
+                output_dir=config.out,
+                per_device_train_batch_size=train.micro_batch_size,
+                per_device_eval_batch_size=train.micro_batch_size,
+                gradient_accumulation_steps=train.grad_accumulation,
+                learning_rate=optim.lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.betas[0],
+                adam_beta2=optim.betas[1],
+                adam_epsilon=optim.eps,
+                max_grad_norm=optim.max_grad_norm or 0.0,
+                max_steps=num_steps,
+                lr_scheduler_type=optim.schedule,
+                lr_scheduler_kwargs=dict(optim.schedule_args),
+                warmup_steps=optim.warmup_steps,
+                logging_steps=config.log.every,
+                save_total_limit=config.checkpoint.keep_last,
+                seed=train.seed,
+                data_seed=config.data_seed,
+                report_to="none",
+                use_cpu=True,  # the engine has the device
+            )
     except ImportError as error:
         raise ConfigError(
             "callbacks and log.to need accelerate, which is not installed; pip install accelerate"
@@ -198,3 +237,17 @@ def training_arguments(config: Config, num_steps: int) -> TrainingArguments:
     arguments.metric_for_best_model = f"eval_{held_out.metric}_loss" if held_out.metric else "eval_loss"
     arguments.greater_is_better = False
     return arguments
+
+
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Let accelerate make its state as for one process: for ranks it would change the number of threads."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it would warn that there are ranks of which it has not been told
+    told = {name: value for name in _OF_RANKS if (value := os.environ.pop(name, None)) is not None}
+    try:
+        yield
+    finally:
+        os.environ.update(told)
+        logger.setLevel(level)

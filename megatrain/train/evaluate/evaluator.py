@@ -105,23 +105,20 @@ class Evaluator:
             return self._settings.at_end
         return self._every is not None and step % self._every == 0
 
-    def losses(self, engine: Engine, ranks: Ranks | Alone = ALONE) -> list[Evaluation]:
-        """Evaluate all sets; several ranks do it together."""
-        return evaluate(engine, self._sets, most_batches=self._settings.batches, ranks=ranks)
-
     def evaluate(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, ranks: Ranks | Alone = ALONE
     ) -> Outcome:
         """Evaluate after `step`; no bit of training changes.
 
-        The model before the first step is no candidate for the best one. With several ranks, the first one
-        calls this, and the others call `losses`.
+        The model before the first step is no candidate for the best one. All ranks call this: they share the
+        batches out, and the first one continues the prompts.
         """
         settings, standing = self._settings, self.standing
-        found = self.losses(engine, ranks)
+        found = evaluate(engine, self._sets, most_batches=settings.batches, ranks=ranks)
         texts: list[tuple[str, str]] = []
         if settings.prompts:
             engine.sync()
+        if settings.prompts and ranks.rank == 0:
             with undisturbed(engine):
                 texts = [(prompt, self._answer(engine, tokenizer, prompt)) for prompt in settings.prompts]
         standing.evaluated_step = step
@@ -132,7 +129,8 @@ class Evaluator:
             and standing.take(step, deciding.loss, deciding.name, min_delta=settings.min_delta)
         )
         outcome = Outcome(step=step, evaluations=found, texts=texts, is_best=is_best)
-        self._say(outcome)
+        if ranks.rank == 0:
+            self._say(outcome)
         return outcome
 
     def _answer(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

@@ -18,11 +18,14 @@ _INTERRUPTED = 130
 
 @contextmanager
 def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
-    """Write the events of the run inside, its end included, and then the report.
+    """Write the events of the run inside, its end included, and then the report; the first rank does.
 
     Raises:
         OutputError: The events cannot be written. A report that cannot be written is a warning.
     """
+    if run.ranks.rank > 0:
+        yield
+        return
     log = run.config.log
     try:
         with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +25,14 @@ class ResumePoint:
 
 
 NEW_RUN = ResumePoint()
+
+
+def as_values(point: ResumePoint) -> dict[str, Any]:
+    """Return a point as plain values, for other ranks."""
+    return asdict(point) | {"checkpoint": None if point.checkpoint is None else str(point.checkpoint)}
+
+
+def point_from_values(values: Mapping[str, Any]) -> ResumePoint:
+    """Undo `as_values`."""
+    place = values["checkpoint"]
+    return ResumePoint(**{**values, "checkpoint": None if place is None else Path(place)})

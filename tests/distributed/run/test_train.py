@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from megatrain.cli.log import log_to_stderr
-from megatrain.errors import OutputError, RankError
+from megatrain.errors import CallbackError, OutputError, RankError
 from megatrain.hardware.care import Care
 from megatrain.plan.program.operations import Operation
 from megatrain.stream.execute.executor import Executor
@@ -26,6 +27,7 @@ from tests.distributed.crew import Crew
 from tests.distributed.processes import exit_codes, run_ranks
 from tests.distributed.runs import train_at_defaults, train_on_a_full_disk, train_run
 from tests.distributed.threads import Turns
+from tests.distributed.training import digest_of
 from tests.reference import assert_same_bits
 from tests.train.evaluate.test_evaluation import losses_of
 from tests.train.project import make_config
@@ -163,6 +165,75 @@ def test_a_full_disk_at_a_save_ends_all_in_one_sentence_and_the_run_goes_on(
     run_ranks(tmp_path / "then", 1, train_run, **place)
     assert_same_runs(run, alone)
     assert losses_of(run) == losses_of(alone)
+
+
+@pytest.mark.parametrize(("size", "num_nodes"), [(2, 1), (2, 2)])
+def test_callbacks_of_all_ranks_read_the_state_and_the_first_one_decides(
+    tmp_path: Path, alone: Path, size: int, num_nodes: int
+) -> None:
+    """Between steps and within one, of what other ranks and nodes have too."""
+    place: dict[str, Any] = {"root": str(alone.parent)}
+    (expected,) = run_ranks(tmp_path / "one", 1, _train_and_read, out=f"{tmp_path.name}-one", **place)
+    name = f"{tmp_path.name}-all"
+    found = run_ranks(tmp_path / "all", size, _train_and_read, num_nodes=num_nodes, out=name, **place)
+    assert found == [expected] * size
+    assert len(expected) == 2 * 6
+    assert len(set(expected)) == 2 * 6
+    run = alone.parent / name
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == [
+        f"step-0000000{step}" for step in (2, 3, 4, 6)
+    ]
+    assert_same_runs(run, alone)
+
+
+def test_a_callback_that_fails_on_another_rank_ends_all_and_the_run_goes_on(
+    tmp_path: Path, alone: Path
+) -> None:
+    place: dict[str, Any] = {"root": str(alone.parent), "out": tmp_path.name}
+    codes = exit_codes(tmp_path / "first", 2, _fail_on_the_second, **place)
+    assert codes == [CallbackError.exit_code] * 2
+    said = (tmp_path / "first/errors").read_text()
+    text = "the callback Failing failed in on_step_end (ZeroDivisionError: at step 3); step 3 is saved in"
+    assert said.startswith(f"rank 0: {text}"), said
+    assert "Traceback" not in said
+    run_ranks(tmp_path / "then", 1, train_run, **place)
+    assert_same_runs(alone.parent / tmp_path.name, alone)
+
+
+class Reading(TrainerCallback):
+    """Reads gradients in each step and masters behind it; each rank has wishes of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.read: list[str] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        self.read.append(digest_of(dict(model._megatrain_engine.named_gradients())))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        assert state.is_world_process_zero is (self.rank == 0)
+        self.read.append(digest_of(dict(model._megatrain_engine.named_masters())))
+        control.should_save = self.rank == 0 and state.global_step == 3
+        control.should_training_stop = self.rank == 1 and state.global_step == 2
+
+
+class Failing(TrainerCallback):
+    """Fails at step 3."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            raise ZeroDivisionError("at step 3")
+
+
+def _train_and_read(ranks: Any, *, root: str, out: str) -> list[str]:
+    reading = Reading(0 if ranks is None else ranks.rank)
+    checkpoint = {"every": 2, "keep_last": None}
+    train_run(ranks, root=root, out=out, callbacks=[reading], checkpoint=checkpoint)
+    return reading.read
+
+
+def _fail_on_the_second(ranks: Any, *, root: str, out: str) -> str:
+    return train_run(ranks, root=root, out=out, callbacks=[Failing()] if ranks.rank == 1 else [])
 
 
 def test_ranks_that_would_train_other_things_are_refused(tmp_path: Path) -> None:

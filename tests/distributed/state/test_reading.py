@@ -1,9 +1,8 @@
-"""What the first rank reads by itself, of state that other ranks and nodes have."""
+"""What all ranks read together, of state that other ranks and nodes have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.config.choice import StepBatch
 from megatrain.distributed.alone import ALONE
-from megatrain.errors import CapacityError, ConfigError
+from megatrain.errors import CapacityError
 from megatrain.hardware.memory import MemoryLimit
 from megatrain.store import read_in
 from megatrain.stream.engine import Engine
 from megatrain.stream.execute import resident_state
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.train.adapters import write_adapter
-from megatrain.train.ranks import END, STEP, lend, read_alone, step_of_all
 from megatrain.train.resume.state import lend_state, read_state, write_state
 from tests.distributed.cases import TRAINED, cut_at
 from tests.distributed.processes import exit_codes
@@ -61,22 +59,11 @@ def trained(
     return engine, step
 
 
-def first_reads(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> Any:
-    """Take a step; then the first rank reads, and the others follow its orders. Return what it has read."""
+def all_read(ranks: Any, read: Callable[[Engine], Any], **settings: Any) -> Any:
+    """Take a step; then all ranks read. Return what this one has read."""
     engine, step = trained(ranks, **settings)
-    if ranks.rank == 0:
-        with step_of_all(ranks, engine):
-            step()
-        found = read(engine)
-        ranks.tell(END)
-        return found
-    while (order := ranks.tell()) != END:
-        if order == STEP:
-            step()
-        else:
-            lend(engine, order)
-    assert not engine.host.is_read_by_all or engine.host.call_others is None
-    return None
+    step()
+    return read(engine)
 
 
 def masters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -103,18 +90,18 @@ ALONE_THERE: dict[str, Any] = {"resident_layers": 2, "mirror_resident": False}
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("settings", [{}, RESIDENT, ALONE_THERE], ids=["", "resident", "on the device alone"])
-def test_the_first_rank_reads_masters_of_all(shape: tuple[int, int], settings: dict[str, Any]) -> None:
-    alone = first_reads(ALONE, masters_within, **settings)
-    found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters_within, **settings))
-    assert found.keys() == alone.keys()
-    assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
+def test_all_ranks_read_masters_of_all(shape: tuple[int, int], settings: dict[str, Any]) -> None:
+    alone = all_read(ALONE, masters_within, **settings)
+    for found in Turns(*shape).run(lambda ranks: all_read(ranks, masters_within, **settings)):
+        assert found.keys() == alone.keys()
+        assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
-def test_the_first_rank_reads_masters_on_drives_of_all(shape: tuple[int, int], tmp_path: Path) -> None:
-    alone = first_reads(ALONE, masters)
-    found, *_ = Turns(*shape).run(lambda ranks: first_reads(ranks, masters, tiers=tiers(tmp_path)))
-    assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
+def test_all_ranks_read_masters_on_drives_of_all(shape: tuple[int, int], tmp_path: Path) -> None:
+    alone = all_read(ALONE, masters)
+    for found in Turns(*shape).run(lambda ranks: all_read(ranks, masters, tiers=tiers(tmp_path))):
+        assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
@@ -300,16 +287,19 @@ def test_a_checkpoint_that_lacks_a_tensor_ends_all_ranks_in_a_sentence(tmp_path:
 def test_the_first_rank_saves_adapters_and_their_state_over_nodes(tmp_path: Path) -> None:
     tokenizer: Any = SimpleNamespace(save_pretrained=lambda out: None)
 
-    def save(place: Path) -> Callable[[Engine], None]:
-        def write(engine: Engine) -> None:
-            place.mkdir()
-            write_adapter(engine, tokenizer, place, base="base")
-            write_state(engine, place)
+    def save(ranks: Any, place: Path) -> None:
+        engine, step = trained(ranks, "adapters")
+        step()
+        engine.settle()
+        if ranks.rank > 0:
+            lend_state(engine)
+            return
+        place.mkdir()
+        write_adapter(engine, tokenizer, place, base="base")
+        write_state(engine, place)
 
-        return write
-
-    first_reads(ALONE, save(tmp_path / "one"), trained="adapters")
-    Turns(4, 2).run(lambda ranks: first_reads(ranks, save(tmp_path / "nodes"), trained="adapters"))
+    save(ALONE, tmp_path / "one")
+    Turns(4, 2).run(lambda ranks: save(ranks, tmp_path / "nodes"))
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
     assert len(files) > 2
     for file in files:
@@ -317,42 +307,3 @@ def test_the_first_rank_saves_adapters_and_their_state_over_nodes(tmp_path: Path
     assert any(
         value.any() for name, value in load_file(tmp_path / "one" / files[0]).items() if "lora_B" in name
     )
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_gradients_of_all_are_not_for_the_first_rank_alone(num_nodes: int) -> None:
-    """Nor masters, where other nodes have a part of them; it used to wait for ever."""
-
-    def run(ranks: Any) -> None:
-        engine, step = trained(ranks)
-        if ranks.rank > 0:
-            assert ranks.tell() == STEP
-            step()
-            return
-        read_alone(ranks, engine)
-        with step_of_all(ranks, engine):
-            step()
-            with pytest.raises(ConfigError, match="has asked for gradients, of which each rank has a part"):
-                engine.named_gradients()
-            if num_nodes > 1:
-                with pytest.raises(ConfigError, match="within a step, while ranks have newer ones"):
-                    next(engine.named_masters())
-
-    Turns(2, num_nodes).run(run)
-
-
-def test_after_an_error_in_a_step_nothing_is_read_of_others() -> None:
-    """They are in that step, and would take no order: the first rank would wait for ever."""
-
-    def run(ranks: Any) -> None:
-        engine, step = trained(ranks)
-        step()
-        if ranks.rank > 0:
-            assert ranks.tell() == STEP
-            return
-        with suppress(ZeroDivisionError), step_of_all(ranks, engine):
-            raise ZeroDivisionError
-        with pytest.raises(ConfigError, match=r"a step has failed on the first rank, .* newest checkpoint"):
-            next(engine.named_masters())
-
-    Turns(2, 2).run(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -235,6 +237,26 @@ def test_what_a_callback_keeps_of_itself_goes_on(tmp_path: Path) -> None:
 
 def callbacks_of(config: Config, members: list[TrainerCallback]) -> Callbacks:
     return Callbacks(members, config, num_steps=4, steps_per_epoch=2, objects={})
+
+
+def test_callbacks_of_a_rank_leave_its_threads_and_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate, which makes the arguments' device, would set other threads, and sums other bits."""
+    told = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        callbacks_of(make_config(tmp_path), [Counting()])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert {name: os.environ[name] for name in told} == told
 
 
 def test_a_callback_whose_state_cannot_be_saved_fails_without_the_checkpoint(tmp_path: Path) -> None:
