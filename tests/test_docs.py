@@ -30,7 +30,7 @@ from megatrain.config.yaml12 import parse_yaml
 from megatrain.errors import MegatrainError
 from megatrain.hardware import load_machine
 from megatrain.recipes import recipes
-from megatrain.train.endings import EXIT_STOPPED
+from megatrain.train.shutdown import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -73,7 +73,7 @@ COMMANDS = [(page, words) for page in PAGES for words in commands(page, "megatra
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Stand-ins for what the commands call; returns the arguments."""
-    importlib.import_module("megatrain.train.going_on")  # which takes some of them itself
+    importlib.import_module("megatrain.train.resume_point")  # which takes some of them itself
     monkeypatch.setattr("megatrain.data.read.files.check_path", lambda path: None)
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(

@@ -187,7 +187,7 @@ def rates(record: Record, is_dry: bool) -> None:
     from megatrain.doctor.examine import bench_json
     from megatrain.hardware.accelerators import device_name, free_bytes
     from megatrain.hardware.machines import machine_json
-    from megatrain.hardware.present import Device, describe_machine
+    from megatrain.hardware.this_machine import Device, describe_machine
     from megatrain.optim.adamw.fused import fuses_updates
     from megatrain.optim.threads import worker_threads
 

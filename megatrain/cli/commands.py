@@ -234,10 +234,10 @@ def _print_own_plan(
     """Print the plan of a run, which may resume from a checkpoint or its drives, and end with its code."""
     with showing("plan") as doing:
         with importing():
-            from megatrain.train.going_on import find_checkpoint, point_of
             from megatrain.train.planning.asking import Reads
             from megatrain.train.records.directory import RunDirectory
             from megatrain.train.resume.state_commits import held_by
+            from megatrain.train.resume_point import find_checkpoint, point_of
 
         resume, directory = config.checkpoint.resume, RunDirectory(Path(config.out))
         found = find_checkpoint(directory, resume, digests=False)

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from megatrain.train.screen.doing import Doing
+    from megatrain.train.screen.status_line import Doing
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -34,7 +34,7 @@ def log_to_stderr() -> None:
 
 def showing(name: str) -> Doing:
     """Report on standard error what a slow command does; of several ranks the first one reports."""
-    from megatrain.train.screen.doing import Doing
+    from megatrain.train.screen.status_line import Doing
 
     is_first = os.environ.get("RANK", "0") == "0"
     return Doing(name, lambda line: print(line, file=sys.stderr, flush=True) if is_first else None)

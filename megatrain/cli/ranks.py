@@ -47,10 +47,10 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     from megatrain.distributed.launch import Ended, run_ranks
     from megatrain.hardware.accelerators import check_count
     from megatrain.hardware.cores import allowed_cpus
-    from megatrain.train.going_on import check_start
     from megatrain.train.records.directory import RunDirectory
     from megatrain.train.records.events import record_ranks
     from megatrain.train.report.page import leave_report
+    from megatrain.train.resume_point import check_start
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(

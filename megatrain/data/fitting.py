@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from megatrain.data.example import Example, TextExample
+from megatrain.data.flagged_tokens import IDS, Words, num_trained
 from megatrain.data.packing import split_long
 from megatrain.data.pairs import Judged
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import Refused
-from megatrain.data.words import IDS, Words, num_trained
 from megatrain.errors import DataError
 from megatrain.objective.rows import kind_of
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.example import ChatExample, Example, JudgedExample, texts_of
+from megatrain.data.flagged_tokens import num_trained
 from megatrain.data.read.examples import ExampleStream
 from megatrain.data.read.report import ReadReport
 from megatrain.data.tokens.encode import Encoder, Refused, show
 from megatrain.data.tokens.left_out import held_by
 from megatrain.data.tokens.rendering import RenderError
-from megatrain.data.words import num_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatrain.data.cache import Rows, name_of
+from megatrain.data.flagged_tokens import num_present, split_words
 from megatrain.data.pairs import judged_batch, sequences, split_reference
-from megatrain.data.words import num_present, split_words
 from megatrain.errors import DataError
 from megatrain.objective.rows import kind_of
 

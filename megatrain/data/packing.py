@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.data.words import START, TRAINED, Words, num_trained
+from megatrain.data.flagged_tokens import START, TRAINED, Words, num_trained
 
 _TOKENS_AT_ONCE = 1 << 22
 """The number of tokens that best-fit packing holds and arranges at a time: 16 MiB. Rows of many short

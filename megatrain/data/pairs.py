@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.cache import Rows
-from megatrain.data.words import GOOD, START, Words, join_words, split_words
+from megatrain.data.flagged_tokens import GOOD, START, Words, join_words, split_words
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from megatrain.config.sizes import counted
 from megatrain.data.cache import Kept, RowFile, RowWriter, find_rows, kept_rows
 from megatrain.data.example import ChatExample, TextExample
 from megatrain.data.fitting import Counts, Packing, fit
+from megatrain.data.flagged_tokens import START, Words
 from megatrain.data.packing import BestFit, Joining, OnePerRow, Packer
 from megatrain.data.pairs import Judged, PairPacker
 from megatrain.data.read.examples import ExampleStream
@@ -24,7 +25,6 @@ from megatrain.data.tokens.encode import EncoderRecipe, show
 from megatrain.data.tokens.ends import TrainedEnds
 from megatrain.data.tokens.left_out import held_by
 from megatrain.data.tokens.processes import encode_all
-from megatrain.data.words import START, Words
 from megatrain.errors import ConfigError, DataError
 from megatrain.objective.rows import RowKind, kind_of
 

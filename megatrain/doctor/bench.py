@@ -28,7 +28,7 @@ from megatrain.doctor.rates import (
 from megatrain.hardware import host_memory, measure_matmul_peak, memory_rate
 from megatrain.hardware.accelerators import give_back_memory
 from megatrain.hardware.cores import allowed_cpus
-from megatrain.hardware.present import Measurements, Node, memory_nodes
+from megatrain.hardware.this_machine import Measurements, Node, memory_nodes
 from megatrain.optim.threads import worker_threads
 
 _HEAD = 128

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megatrain.doctor.disk import BlockDevice
 from megatrain.hardware.memory import GIB, host_memory
-from megatrain.hardware.present import Node, total_bytes
 from megatrain.hardware.system_files import field_bytes, text_of
+from megatrain.hardware.this_machine import Node, total_bytes
 from megatrain.optim.threads import ThreadBudget
 
 ROOT = Path("/")

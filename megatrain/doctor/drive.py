@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatrain.errors import ConfigError
 from megatrain.hardware.memory import GIB
-from megatrain.hardware.present import DriveRates, free_bytes
+from megatrain.hardware.this_machine import DriveRates, free_bytes
 
 BLOCKS = (1 << 20, 4 << 20, 16 << 20)
 THREADS = (1, 2, 4, 8)

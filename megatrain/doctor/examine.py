@@ -31,13 +31,13 @@ from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_s
 from megatrain.doctor.proof import Proof, prove
 from megatrain.doctor.software import check_device, check_sensor, check_updates, check_versions, versions
 from megatrain.errors import OutputError
-from megatrain.hardware.care import pci_address
 from megatrain.hardware.cores import allowed_cpus
+from megatrain.hardware.health import pci_address
 from megatrain.hardware.machines import machine_json
 from megatrain.hardware.memory import GIB
-from megatrain.hardware.present import memory_nodes
 from megatrain.hardware.spec import HardwareSpec
 from megatrain.hardware.system_files import number_of
+from megatrain.hardware.this_machine import memory_nodes
 from megatrain.optim.threads import update_threads
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.doctor.bench import QUICK, Bench, run_bench
 from megatrain.doctor.disk import block_device
 from megatrain.errors import ConfigError
-from megatrain.hardware.care import Sensor, sensor_of
-from megatrain.hardware.present import (
+from megatrain.hardware.health import Sensor, sensor_of
+from megatrain.hardware.spec import HardwareSpec
+from megatrain.hardware.this_machine import (
     Device,
     describe_machine,
     fingerprint,
@@ -20,7 +21,6 @@ from megatrain.hardware.present import (
     save_measured,
     with_present_capacities,
 )
-from megatrain.hardware.spec import HardwareSpec
 from megatrain.optim.threads import worker_threads
 from megatrain.optim.updates import fuses_updates
 

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.doctor.checks import ROOT, Check, failed, passed, warning
-from megatrain.hardware.care import Sensor
+from megatrain.hardware.health import Sensor
 from megatrain.hardware.memory import GIB
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.optim.updates import kernels_of

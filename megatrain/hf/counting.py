@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from megatrain.errors import ConfigError
 from megatrain.hf.arguments import MegatrainArguments
-from megatrain.hf.batches.traces import COUNT
+from megatrain.hf.batches.metric_traces import COUNT
 
 if TYPE_CHECKING:
     from megatrain.distributed.alone import Alone

@@ -23,8 +23,8 @@ from megatrain.errors import ConfigError
 from megatrain.hf.arguments import MegatrainArguments, mapped, with_even_rows
 from megatrain.hf.batches.ahead import Turns
 from megatrain.hf.batches.evaluation import Predictions
+from megatrain.hf.batches.metric_traces import Traces
 from megatrain.hf.batches.steps import StepGroup
-from megatrain.hf.batches.traces import Traces
 from megatrain.hf.control import FirstDecides, say_who_looks_at_gradients
 from megatrain.hf.counting import one_by_one, require_one_by_one, what_counts
 from megatrain.hf.given import require_given
@@ -36,8 +36,8 @@ from megatrain.hf.model.attached import (
     load_path,
     take_from_others,
 )
+from megatrain.hf.model.checkpoints import Checkpoints, save_untouched
 from megatrain.hf.model.precision import precision_of
-from megatrain.hf.model.saved import Checkpoints, save_untouched
 from megatrain.hf.optimizer import (
     as_streamed,
     names_optimizer,

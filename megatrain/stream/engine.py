@@ -22,7 +22,7 @@ from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model.head.head import count_targets
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.store.state import HostState
-from megatrain.stream import arrange
+from megatrain.stream import choice_checks
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import Binding
@@ -63,7 +63,7 @@ class Engine:
         self.host: HostState = binding.host
         self.lanes = lanes
         room = room_for_activations(binding, choice)
-        choice = arrange.as_placed(choice, self.host)
+        choice = choice_checks.as_placed(choice, self.host)
         self.arrangement = Arrangement(model, binding, lanes, choice, activation_bytes=room)
         """The parts that stream the model."""
         self.counts = self.arrangement.counts
@@ -122,16 +122,16 @@ class Engine:
         """
         self.require_attached()
         arrangement, rounds = self.arrangement, self.arrangement.rounds
-        choice = arrange.changed(choice, self.choice, len(arrangement.binding.blocks))
+        choice = choice_checks.changed(choice, self.choice, len(arrangement.binding.blocks))
         rounds.recover()
         if self._model_forward.is_open or rounds.is_open or arrangement.gradients.blocks:
             raise ConfigError(
                 "engine.reconfigure is for the time between two steps: finish the backward, then call "
                 "opt.step() or opt.zero_grad()"
             )
-        arrange.check_change(choice, arrangement, compiles=self.compiler is not None)
+        choice_checks.check_change(choice, arrangement, compiles=self.compiler is not None)
         if self.optimizer is not None:
-            arrange.check_updates(choice.updates, self.optimizer.max_grad_norm)
+            choice_checks.check_updates(choice.updates, self.optimizer.max_grad_norm)
         self.meter.settle()
         self.settle()  # and not `sync`, which would read weights on drives into RAM
         self.lanes.drain()
@@ -322,8 +322,13 @@ class Engine:
         """
         if self.optimizer is not None:
             raise ConfigError("the engine has an optimizer already (engine.optimizer); detach() ends it")
-        kind, compiles = arrange.choose_optimizer(self.arrangement, name, state), self.compiler is not None
-        arrange.choose_updates(self.arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles)
+        kind, compiles = (
+            choice_checks.choose_optimizer(self.arrangement, name, state),
+            self.compiler is not None,
+        )
+        choice_checks.choose_updates(
+            self.arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles
+        )
         check, stepped = self._check_step, self.meter.stepped
         hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._steps.drop)
         self.optimizer = StreamedOptimizer(
@@ -343,7 +348,7 @@ class Engine:
         """Raise ModelError after detach, and TornStateError after an update that failed."""
         if self.model.__dict__.get("_megatrain_engine") is not self:
             raise ModelError("the engine was detached from its model; call megatrain.attach again")
-        self.arrangement.wholeness.check()
+        self.arrangement.integrity.check()
 
     def _check_step(self) -> None:
         self.require_attached()
@@ -402,7 +407,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """Take note, on every rank, that a node's first one has written to the host state: copies are old."""
-        self.arrangement.wholeness.check()
+        self.arrangement.integrity.check()
         self.host.weights.take()
         self.host.mark_changed()
         self.executor.invalidate()

@@ -21,7 +21,7 @@ from megatrain.optim.clip import check_max_norm, global_norm
 from megatrain.optim.updates import RangeStep, rounding_key
 from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.plan.program.operations import Work
-from megatrain.stream.arrange import check_updates
+from megatrain.stream.choice_checks import check_updates
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.parts import OptimizerWork
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
@@ -213,7 +213,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             ConfigError: A step was made, and nobody keeps the planes.
             TornStateError: An update has failed before.
         """
-        self._executor.wholeness.check()
+        self._executor.integrity.check()
         if self._has_stepped and not self.moments_are_kept_beside:
             raise ConfigError(
                 "the optimizer's state lives in the engine's host memory; `megatrain train` and the trainers "

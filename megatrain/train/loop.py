@@ -18,24 +18,24 @@ from megatrain.config.types import steps_between
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
-from megatrain.train.endings import end_early, refuse_failed_callback, stop_flag
-from megatrain.train.going_on import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import require_checkpoint
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
+from megatrain.train.recovery import check_divergence, resume_point_told
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.point import as_values, point_from_values
 from megatrain.train.resume.state import lend_state
 from megatrain.train.resume.state_commits import held_by_nodes
+from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
+from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag
 from megatrain.train.step import train_step
-from megatrain.train.way_back import judge, way_back
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -94,29 +94,29 @@ def train(
             callbacks=[*own_trackers, *callbacks],
             ranks=ranks,
         )
-        standing = run.evaluator.standing
+        tracker = run.evaluator.best_tracker
         if is_first:
             caller.progress("")
             if point.checkpoint is not None and not start["is_own"]:
-                choose_best_anew(standing, point.checkpoint.parent)
+                choose_best_anew(tracker, point.checkpoint.parent)
             directory.begin(
                 run.config, None if run.planned is None else planned_run(run.planned, run.num_steps)
             )
-        standing.restore(ranks.tell(standing.state()))
+        tracker.restore(ranks.tell(tracker.state()))
         is_saved = start["is_own"] and point.saved is not None and point.saved["step"] == run.step
         is_done = False
-        with recorded(run, directory), way_back(run, directory):
+        with recorded(run, directory), resume_point_told(run, directory):
             try:
                 with stop_flag(ranks) as stop:
                     final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
-                best = best_step({"evaluation": standing.state()}, loads_best=config.eval.load_best)
+                best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
                     if best is not None:
                         final = find_best(directory.checkpoints, best)
                     partial = directory.path / ".hf-partial"
                     export_model(final, directory.model, partial, card=model_card(directory.path))
                 # the first rank removes the state of its node, and ends in an error where the run goes on
-                is_done = is_first or (ranks.node > 0 and (run.is_complete or standing.has_stopped))
+                is_done = is_first or (ranks.node > 0 and (run.is_complete or tracker.has_stopped))
             finally:
                 run.engine.close(removes=is_done)
     if is_first:
@@ -189,7 +189,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     settings, callbacks, is_first = run.config, run.callbacks, run.ranks.rank == 0
     every = steps_between(settings.checkpoint.every, run.loader.steps_per_epoch)
     commit_every = settings.memory.commit_every
-    run.care.begin()
+    run.health.begin()
     with _shown(run, directory) as show:
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
@@ -209,7 +209,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if row.step % settings.log.every == 0 or callbacks.wants("should_log"):
                 callbacks.log(row.logged)
             if is_first:
-                judge(run, row, directory)
+                check_divergence(run, row, directory)
             ends_epoch = row.step % run.loader.steps_per_epoch == 0
             if ends_epoch:
                 callbacks.call("on_epoch_end")
@@ -257,13 +257,13 @@ def _evaluate(run: Run) -> bool:
         run.tell("evaluation", name=one.name, **one.numbers)
     for prompt, text in outcome.texts:
         run.tell("sample", prompt=prompt, text=text)
-    standing = run.evaluator.standing
+    tracker = run.evaluator.best_tracker
     if outcome.is_best:
-        run.tell("best", name=standing.best_set, loss=standing.best_loss)
+        run.tell("best", name=tracker.best_set, loss=tracker.best_loss)
     if outcome.evaluations:
         run.callbacks.log(outcome.numbers)
         run.callbacks.call("on_evaluate", metrics=outcome.numbers)  # callbacks compare it with the best
-        run.callbacks.best(standing.best_loss, standing.best_step, None)
+        run.callbacks.best(tracker.best_loss, tracker.best_step, None)
     return outcome.is_best
 
 
@@ -287,7 +287,7 @@ def _save(run: Run, directory: RunDirectory) -> Path:
             lend_state(run.engine)
         saved = Path(run.ranks.tell(None if path is None else str(path)))
     run.tell("checkpoint")
-    if (standing := run.evaluator.standing).best_step == run.step:
-        run.callbacks.best(standing.best_loss, run.step, str(saved))
+    if (tracker := run.evaluator.best_tracker).best_step == run.step:
+        run.callbacks.best(tracker.best_loss, run.step, str(saved))
     run.callbacks.call("on_save")
     return saved

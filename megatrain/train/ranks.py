@@ -25,8 +25,8 @@ from megatrain.config.read_choice import as_values, from_values
 from megatrain.config.sizes import counted
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.hardware.accelerators import VENDORS
-from megatrain.hardware.care import Care
 from megatrain.hardware.cores import allowed_cpus
+from megatrain.hardware.health import MachineHealth
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.resume.changes import flatten
 
@@ -160,7 +160,7 @@ def require_checkpoint(ranks: Ranks | Alone, path: Path, name: str) -> None:
         )
 
 
-def count_written(care: Care, ranks: Ranks | Alone) -> None:
+def count_written(health: MachineHealth, ranks: Ranks | Alone) -> None:
     """Count the bytes that the other ranks have written to drives; every rank calls it."""
-    own = care.own_written_bytes() or 0
-    care.count_others(sum(map(int, ranks.gather(torch.tensor(own)))) - own)
+    own = health.own_written_bytes() or 0
+    health.count_others(sum(map(int, ranks.gather(torch.tensor(own)))) - own)

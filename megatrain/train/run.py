@@ -22,8 +22,8 @@ from megatrain.config.sizes import counted
 from megatrain.data.loader import PackedLoader
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
-from megatrain.hardware.care import Care
 from megatrain.hardware.determinism import set_environment
+from megatrain.hardware.health import MachineHealth
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.model.check import read_checked
 from megatrain.model.liger import uses_liger
@@ -42,7 +42,7 @@ from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.elastic import Elastic
 from megatrain.train.planning.lately import Lately
 from megatrain.train.planning.plan_run import Planned
-from megatrain.train.planning.run_machine import make_care, ready_to_plan
+from megatrain.train.planning.run_machine import make_health, ready_to_plan
 from megatrain.train.preference.answers import loss_of
 from megatrain.train.preference.reference import reference_for
 from megatrain.train.ranks import agreed, described, in_turn, require_same_run, settle_ranks
@@ -77,7 +77,7 @@ class Run:
     loader: PackedLoader
     tokenizer: PreTrainedTokenizerBase
     num_steps: int
-    care: Care
+    health: MachineHealth
     evaluator: Evaluator
     callbacks: Callbacks
     step: int = 0
@@ -145,9 +145,9 @@ class Run:
             "schedule": {"last_epoch": self.scheduler.last_epoch},
             "data": self.loader.state(),
             "rng": encode_rng(),
-            "drive_written_bytes": self.care.written_bytes(),
+            "drive_written_bytes": self.health.written_bytes(),
             "fragments": self.engine.choice.fragments,
-            "evaluation": self.evaluator.standing.state(),
+            "evaluation": self.evaluator.best_tracker.state(),
             "losses": self.spikes.state(),
             "last_good": self.last_good.state(),
             "router_loss": "mean",  # the mean of a step's micro-batches; older runs have added them up
@@ -189,9 +189,9 @@ class Run:
         self.skipped_in_a_row = int(meta["skipped_in_a_row"])
         self.optimizer.num_skipped = int(meta["skipped"])
         self.optimizer.steps = expand_counts(meta["updates"], self.optimizer.steps)
-        self.care.resume(int(meta.get("drive_written_bytes") or 0))
+        self.health.resume(int(meta.get("drive_written_bytes") or 0))
         self.loader.restore(meta["data"])
-        self.evaluator.standing.restore(meta.get("evaluation", {}))
+        self.evaluator.best_tracker.restore(meta.get("evaluation", {}))
         self.spikes.restore(meta.get("losses", ()))
         self.last_good.restore(meta.get("last_good", {"saved": [self.step]}))
         self.callbacks.restore(meta.get("callbacks", {}))
@@ -347,7 +347,7 @@ def prepare(
         tokenizer=tokenizer,
         num_steps=num_steps,
         planned=planned,
-        care=make_care(config),
+        health=make_health(config),
         evaluator=evaluator,
         callbacks=Callbacks(
             callbacks,

@@ -59,8 +59,8 @@ def train_step(run: Run) -> StepMetrics:
     run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
     seconds = time.monotonic() - started
     if run.ranks.size > 1 and run.config.memory.drives:
-        count_written(run.care, run.ranks)
-    vitals = run.care.sample()
+        count_written(run.health, run.ranks)
+    vitals = run.health.sample()
     return StepMetrics(
         step=run.step,
         loss=loss_value,

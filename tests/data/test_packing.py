@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.data.flagged_tokens import IDS, START, TRAINED, Words, join_words, split_words
 from megatrain.data.packing import BestFit, Joining, OnePerRow, best_fit, split_long
 from megatrain.data.tokenizer import end_of_document, load_tokenizer, train_tokenizer
-from megatrain.data.words import IDS, START, TRAINED, Words, join_words, split_words
 from tests.data.documents import join_documents, read_texts, tokenize
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"

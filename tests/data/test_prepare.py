@@ -19,13 +19,13 @@ import pytest
 from megatrain.config.sections.data import DataConfig
 from megatrain.data.cache import RowFile, SomeRows, find_rows
 from megatrain.data.fitting import NotTextError, Packing
+from megatrain.data.flagged_tokens import split_words
 from megatrain.data.loader import PackedLoader, fingerprint
 from megatrain.data.prepare import Prepared, prepare_rows
 from megatrain.data.read.examples import read_examples
 from megatrain.data.tokenizer import train_tokenizer
 from megatrain.data.tokens.encode import EncoderRecipe
 from megatrain.data.tokens.template import TrainOn
-from megatrain.data.words import split_words
 from megatrain.errors import DataError
 from megatrain.objective.registry import OBJECTIVES
 

@@ -23,8 +23,8 @@ from megatrain.doctor.checks import (
 )
 from megatrain.doctor.disk import BlockDevice, block_device
 from megatrain.doctor.software import check_device, check_sensor, check_versions
-from megatrain.hardware.care import open_sensor
-from megatrain.hardware.present import Node
+from megatrain.hardware.health import open_sensor
+from megatrain.hardware.this_machine import Node
 from megatrain.optim.threads import ThreadBudget
 from tests.hardware.nvml import PROPERTIES, FakeNvml
 

@@ -12,7 +12,7 @@ from megatrain.doctor.checks import Level
 from megatrain.doctor.machine_spec import device_name, open_own_sensor, present_device
 from megatrain.doctor.software import check_device, check_sensor, check_updates
 from megatrain.errors import ConfigError
-from megatrain.hardware.care import open_sensor
+from megatrain.hardware.health import open_sensor
 from megatrain.optim import adamw
 from tests.hardware.nvml import PROPERTIES, FakeNvml
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.hf.model.saved import read_weights
+from megatrain.hf.model.checkpoints import read_weights
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.hf.setups import (
     arguments,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from megatrain.data.flagged_tokens import IDS, TRAINED, Words, join_words
 from megatrain.data.loader import as_batch
 from megatrain.data.packing import BestFit, best_fit
-from megatrain.data.words import IDS, TRAINED, Words, join_words
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_model
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import Config
+from megatrain.data.flagged_tokens import IDS
 from megatrain.data.tokenizer import add_tokens
-from megatrain.data.words import IDS
 from megatrain.errors import ConfigError, DataError
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train import inputs

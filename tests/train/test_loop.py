@@ -23,13 +23,13 @@ from megatrain.checkpoint.load import verify
 from megatrain.errors import CheckpointError, DivergedError, OutputError
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
-from megatrain.train.endings import stop_flag
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
 from megatrain.train.outputs.sample import sample
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.run import Run
+from megatrain.train.shutdown import stop_flag
 from tests.train.project import make_config
 
 

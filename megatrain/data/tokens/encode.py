@@ -20,12 +20,12 @@ from megatrain.data.example import (
     TokensExample,
     Turns,
 )
+from megatrain.data.flagged_tokens import IDS, TRAINED, Words, join_words
 from megatrain.data.pairs import Judged
 from megatrain.data.templates import template_names
 from megatrain.data.tokens.left_out import why_left_out
 from megatrain.data.tokens.rendering import RenderError, Span
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
-from megatrain.data.words import IDS, TRAINED, Words, join_words
 from megatrain.errors import ConfigError, DataError
 from megatrain.objective.objective import Objective
 from megatrain.objective.registry import DEFAULT, names_for

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data.words import IDS, TRAINED, Words
+from megatrain.data.flagged_tokens import IDS, TRAINED, Words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

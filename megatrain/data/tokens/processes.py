@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from megatrain.data.example import Example, TextExample
+from megatrain.data.flagged_tokens import Words
 from megatrain.data.pairs import Judged
 from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused
-from megatrain.data.words import Words
 from megatrain.errors import ConfigError
 
 _EXAMPLES_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 1 << 20

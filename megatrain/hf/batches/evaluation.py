@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.hf.batches.ahead import Ahead, cut_nothing, num_tokens
-from megatrain.hf.batches.traces import Traces
+from megatrain.hf.batches.metric_traces import Traces
 from megatrain.hf.ranks import ReadBatches
 
 if TYPE_CHECKING:

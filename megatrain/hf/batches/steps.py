@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
-from megatrain.hf.batches.traces import Traces
+from megatrain.hf.batches.metric_traces import Traces
 from megatrain.hf.ranks import ReadBatches
 from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.engine import Engine

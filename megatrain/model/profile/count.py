@@ -26,8 +26,8 @@ from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, 
 from megatrain.model.profile.counter import Counter
 from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_flops, counts_all_experts
 from megatrain.model.profile.fragments import fragment, kind_of_outer
-from megatrain.model.profile.passing import CHUNKS, NOT_COUNTED, WholePass
 from megatrain.model.profile.rows import of_size
+from megatrain.model.profile.whole_pass import CHUNKS, NOT_COUNTED, WholePass
 from megatrain.model.weights.skeleton import num_parameters, skeleton_of
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from megatrain.model.profile.anatomy import Cost, Layer
 from megatrain.model.profile.compiled import MOST_OPERATIONS, count_compiled
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
 from megatrain.model.profile.metering import Meter
-from megatrain.model.profile.passing import HeadPass, Traces, WholePass, WholePassTracer
 from megatrain.model.profile.rows import Rows, prime_beside
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
+from megatrain.model.profile.whole_pass import HeadPass, Traces, WholePass, WholePassTracer
 from megatrain.model.sequence.attention import rows_shared
 from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted

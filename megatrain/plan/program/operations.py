@@ -144,7 +144,7 @@ class Operation(_Known):
     is_fixed: ClassVar[bool] = True
     """What is enqueued is what the program says; False: the kind has a `begin`, which has to be asked."""
     changes: ClassVar[str] = ""
-    """The method of `Wholeness` that counts its work as a change of the state; none: it is no such change."""
+    """The method of `Integrity` that counts its work as a change of the state; none: it is no such change."""
 
     def __init_subclass__(cls) -> None:
         """Take note of a kind."""

@@ -16,7 +16,7 @@ from megatrain.config.choice import AUTO, KEYS, Choice
 from megatrain.config.optimizers.registry import OPTIMIZERS
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.choices import first_fit, least_bytes, least_held
-from megatrain.plan.search.enough import enough_drives, enough_ram, fits
+from megatrain.plan.search.least_memory import enough_drives, enough_ram, fits
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.sizes import DRIVE_SIZES, MEMORY_SIZES, Size, least_size
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatrain.config.plan import Plan
 from megatrain.plan.cost.economics import economics
-from megatrain.plan.search.enough import enough_ram, fits
+from megatrain.plan.search.least_memory import enough_ram, fits
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, list_states
 from megatrain.plan.search.request import Request

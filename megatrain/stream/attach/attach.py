@@ -21,15 +21,15 @@ from megatrain.model.blocks import find_blocks
 from megatrain.model.sequence.check import refuse_config, refuse_model
 from megatrain.store.placement import Tiers
 from megatrain.stream.activations.torch_state import RandomState
-from megatrain.stream.arrange import (
+from megatrain.stream.attach.bind import bind, plan_layouts
+from megatrain.stream.attach.resolve import Conditions, resolve
+from megatrain.stream.choice_checks import (
     check_choice,
     check_runs,
     refuse_on_drives,
     require_drives,
     uncompiled,
 )
-from megatrain.stream.attach.bind import bind, plan_layouts
-from megatrain.stream.attach.resolve import Conditions, resolve
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.arrangement import residents_of
 from megatrain.stream.forward.compiled import Compiler, say_how

@@ -39,8 +39,8 @@ from megatrain.store.block_state import view_entry
 from megatrain.store.placement import Tiers
 from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
-from megatrain.stream.arrange import refuse_on_drives
 from megatrain.stream.attach.bind import plan_layouts, require_same_weights
+from megatrain.stream.choice_checks import refuse_on_drives
 from megatrain.stream.forward.arrangement import only_on_device, places_of, residents_of
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks

@@ -28,8 +28,8 @@ from megatrain.plan.search.remedies import advise, with_ways_out
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.small_step import larger_step
 from megatrain.store.state import HostState
-from megatrain.stream.arrange import as_placed
 from megatrain.stream.attach.bind import plan_layouts
+from megatrain.stream.choice_checks import as_placed
 from megatrain.stream.forward.arrangement import residents_of
 from megatrain.stream.job.job import Job
 from megatrain.stream.lanes import Lanes

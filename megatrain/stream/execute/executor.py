@@ -48,7 +48,7 @@ class Executor:
         self.parts = parts
         self.lanes, self.host, self.slots = parts.lanes, parts.host, parts.slots
         self.gradients, self.states, self.drives = parts.gradients, parts.states, parts.drives
-        self.counts, self.wholeness = parts.counts, parts.wholeness
+        self.counts, self.integrity = parts.counts, parts.integrity
         self._weights, self._activations = parts.weights, parts.activations
         self.spec = spec
         self._outer = [weights_buffer(block, -1) for block in spec.outer]
@@ -83,7 +83,7 @@ class Executor:
 
     def begin_pass(self) -> None:
         """Make compute wait for the weights that are in use during a whole pass."""
-        self.wholeness.check()
+        self.integrity.check()
         self.run(self.states.pulls())
         self._advance()
         if stale := self._weights.stale:  # no program has foreseen this pass
@@ -168,8 +168,8 @@ class Executor:
 
     def _open(self, visit: BlockVisit, *, is_backward: bool, is_again: bool = False) -> None:
         assert self.open_visit is None, f"block {visit.block} entered while {self.open_visit} is open"
-        if self.wholeness.cause is not None:
-            self.wholeness.check()
+        if self.integrity.cause is not None:
+            self.integrity.check()
         if self._is_between:
             self._end_between()
         operation = self._foresight.next
@@ -270,7 +270,7 @@ class Executor:
         )
         at_once, self.parts.optimizer = self.parts.optimizer, work
         try:
-            with self.wholeness.step():
+            with self.integrity.step():
                 self.run(program)
         finally:
             self.parts.optimizer = at_once
@@ -283,7 +283,7 @@ class Executor:
         self, step: int, meta: Mapping[str, Any], finish: Callable[[], Mapping[str, Any]] | None
     ) -> None:
         """Enqueue a commit of the state after all updates that were enqueued before; see `Engine.commit`."""
-        self.wholeness.check()
+        self.integrity.check()
         self.run(commit_program(self.spec, self.drives.begin_commit(step, meta, finish)))
 
     def wait_for_gradients(self) -> None:
@@ -313,9 +313,9 @@ class Executor:
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Drop an unfinished round after an exception."""
-        if self.wholeness.has_failed:
+        if self.integrity.has_failed:
             self.states.doubt()
-        self.wholeness.drop(error)
+        self.integrity.drop(error)
         self._outer_work()
         self._end_between()
         if self.open_visit is not None:
@@ -340,8 +340,8 @@ class Executor:
         Raises:
             TornStateError: An update has failed before.
         """
-        if self.wholeness.cause is not None:
-            self.wholeness.check()
+        if self.integrity.cause is not None:
+            self.integrity.check()
         parts = self.parts
         for found in (operation,) if operation.is_fixed else operation.begin(parts):
             reads, writes = found.touched()
@@ -350,7 +350,7 @@ class Executor:
                 continue
             work = found.work(parts)
             if found.changes:
-                work = getattr(self.wholeness, found.changes)(work)
+                work = getattr(self.integrity, found.changes)(work)
             self.lanes.enqueue(found.lane, work, reads=reads, writes=writes, work=found.nbytes, label=found)
             found.settle(parts)
             if found.moves:
@@ -358,7 +358,7 @@ class Executor:
 
     def wait(self, reads: Sequence[Buffer]) -> None:
         """Block until what was enqueued has written these buffers; raises what kept it from that."""
-        self.wholeness.check()
+        self.integrity.check()
         with self.lanes.using(Lane.CALLER, reads=reads):
             pass
 

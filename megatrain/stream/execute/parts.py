@@ -10,11 +10,11 @@ from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.plan.program.operations import Work
 from megatrain.store.state import HostState
 from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.integrity import Integrity
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.execute.weights import Weights
-from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.lanes import Lanes
 
 
@@ -83,7 +83,7 @@ class EngineParts:
     states: DeviceStates
     activations: ActivationCopies
     counts: Counts
-    wholeness: Wholeness
+    integrity: Integrity
     drives: StateOnDrives
     optimizer: OptimizerWork | None = None
     """Set by an optimizer that updates a block as soon as its gradient is complete, and while a step ends."""

@@ -31,12 +31,12 @@ from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home
 from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.integrity import Integrity
 from megatrain.stream.execute.parts import Counts, EngineParts
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
 from megatrain.stream.execute.state_on_drives import StateOnDrives
 from megatrain.stream.execute.weights import Weights
-from megatrain.stream.execute.wholeness import Wholeness
 from megatrain.stream.forward.attached import AttachedBlock, Binding, attach_blocks
 from megatrain.stream.forward.rounds import Rounds
 from megatrain.stream.lanes import Lanes
@@ -85,9 +85,9 @@ class Arrangement:
         self.host: HostState = binding.host
         self.counts = Counts()
         """What has been moved since attach."""
-        self.wholeness = Wholeness()
+        self.integrity = Integrity()
         """Of the state; it outlives every change."""
-        lanes.judge = self.wholeness.judging
+        lanes.judge = self.integrity.judging
         self._model = model
         self.binding = binding
         self.layers, self.outer = attach_blocks(binding)
@@ -218,7 +218,7 @@ class Arrangement:
             DeviceStates(lanes, host, self.slots, residents, shares, self.binding.job.ranks),
             self.offloaded,
             self.counts,
-            self.wholeness,
+            self.integrity,
             self._drives,
         )
         behind = [number for number, block in enumerate(blocks) if block.is_behind]

@@ -88,7 +88,7 @@ class Rounds:
     def is_broken(self) -> bool:
         """Whether a backward of the caller's has ended in an exception, or a copy has failed."""
         ended = self._in_backward and torch._C._current_graph_task_id() == -1
-        return ended or self._executor.wholeness.has_failed
+        return ended or self._executor.integrity.has_failed
 
     def recover(self) -> None:
         """Drop a round that is broken.
@@ -113,7 +113,7 @@ class Rounds:
         """
         if self.is_broken:
             self.drop()
-        elif self._executor.wholeness.is_changing:
+        elif self._executor.integrity.is_changing:
             raise ConfigError(
                 "with updates=immediate, the gradients have updated their blocks already and cannot be "
                 "dropped; call opt.step() to finish the step"

@@ -16,7 +16,7 @@ from megatrain.plan.program.buffers import Buffer
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
 from megatrain.stream.lanes.base import Event
-from megatrain.stream.lanes.pacing import LaunchClock, Link, PacedWorker
+from megatrain.stream.lanes.emulated_timing import LaunchClock, Link, PacedWorker
 from megatrain.stream.lanes.records import Cause
 from megatrain.stream.lanes.threads import ThreadedLanes, Worker
 

@@ -13,10 +13,10 @@ from megatrain.data.cache import Rows
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.stream.engine import Engine
+from megatrain.train.evaluate.best_tracker import BestTracker
 from megatrain.train.evaluate.chat import Chat
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate, undisturbed
 from megatrain.train.evaluate.prompts import continue_text
-from megatrain.train.evaluate.standing import Standing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ class Evaluator:
         if settings.metric is not None and settings.metric not in names:
             raise ConfigError(f"eval.metric is {settings.metric}; the eval sets are {', '.join(names)}")
         self._deciding = settings.metric or (names[0] if names else None)
-        self.standing = Standing()
+        self.best_tracker = BestTracker()
 
     @property
     def notes(self) -> list[str]:
@@ -97,7 +97,7 @@ class Evaluator:
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after `step`."""
-        if not (self._sets or self._settings.prompts) or step == self.standing.evaluated_step:
+        if not (self._sets or self._settings.prompts) or step == self.best_tracker.evaluated_step:
             return False
         if step == 0:
             return self._settings.at_start
@@ -113,7 +113,7 @@ class Evaluator:
         The model before the first step is no candidate for the best one. All ranks call this: they share the
         batches out, and the first one continues the prompts.
         """
-        settings, standing = self._settings, self.standing
+        settings, tracker = self._settings, self.best_tracker
         found = evaluate(engine, self._sets, most_batches=settings.batches, ranks=ranks)
         texts: list[tuple[str, str]] = []
         if settings.prompts:
@@ -121,12 +121,12 @@ class Evaluator:
         if settings.prompts and ranks.rank == 0:
             with undisturbed(engine):
                 texts = [(prompt, self._answer(engine, tokenizer, prompt)) for prompt in settings.prompts]
-        standing.evaluated_step = step
+        tracker.evaluated_step = step
         deciding = next((one for one in found if one.name == self._deciding), None)
         is_best = (
             step > 0
             and deciding is not None
-            and standing.take(step, deciding.loss, deciding.name, min_delta=settings.min_delta)
+            and tracker.take(step, deciding.loss, deciding.name, min_delta=settings.min_delta)
         )
         outcome = Outcome(step=step, evaluations=found, texts=texts, is_best=is_best)
         if ranks.rank == 0:
@@ -149,24 +149,24 @@ class Evaluator:
     @property
     def kept_steps(self) -> set[int]:
         """The steps whose checkpoints are kept, however old."""
-        best = self.standing.best_step
+        best = self.best_tracker.best_step
         return {best} if best is not None and self._settings.keep_best else set()
 
     @property
     def wants_stop(self) -> bool:
         """Whether the loss has not fallen for as long as `eval.patience` says."""
         patience = self._settings.patience
-        return patience is not None and self.standing.worse_in_a_row >= patience
+        return patience is not None and self.best_tracker.worse_in_a_row >= patience
 
     def stop(self) -> str:
         """Record that the run ends here, and return the reason."""
-        standing = self.standing
-        standing.has_stopped = True
-        if standing.best_loss is None:
+        tracker = self.best_tracker
+        tracker.has_stopped = True
+        if tracker.best_loss is None:
             return f"the loss on {self._deciding} was finite in no evaluation (eval.patience)"
         return (
-            f"the loss on {standing.best_set} was {standing.best_loss:.4f} after step {standing.best_step}, "
-            f"and no better in {standing.worse_in_a_row} evaluations since (eval.patience)"
+            f"the loss on {tracker.best_set} was {tracker.best_loss:.4f} after step {tracker.best_step}, "
+            f"and no better in {tracker.worse_in_a_row} evaluations since (eval.patience)"
         )
 
     def _say(self, outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ from megatrain.config import Config
 from megatrain.data.context import context_length
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.model.profile.kept import KeptCounts, anatomy_json, key_of, read_anatomy
+from megatrain.model.profile.anatomy_cache import KeptCounts, anatomy_json, key_of, read_anatomy
 from megatrain.train.attention import attention_of
 from megatrain.train.caller import Progress
 

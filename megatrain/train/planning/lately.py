@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.hardware.present import cpu_model
-from megatrain.model.profile.kept import KeptCounts, key_of
+from megatrain.hardware.this_machine import cpu_model
+from megatrain.model.profile.anatomy_cache import KeptCounts, key_of
 
 _FOR_S = 3600.0
 

@@ -14,7 +14,7 @@ from megatrain.config.plan import Plan, Pool
 from megatrain.config.sizes import binary, counted
 from megatrain.hardware import GIB
 from megatrain.plan.cost.economics import Economics, economics
-from megatrain.plan.search.enough import enough_drives, enough_ram
+from megatrain.plan.search.least_memory import enough_drives, enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 from megatrain.train.caller import Progress

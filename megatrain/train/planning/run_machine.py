@@ -11,7 +11,7 @@ import torch
 
 from megatrain.config import Config
 from megatrain.hardware import HardwareSpec, host_memory, measure_matmul_peak
-from megatrain.hardware.care import Care, power_cap_advice, sensor_of
+from megatrain.hardware.health import MachineHealth, power_cap_advice, sensor_of
 from megatrain.model.liger import apply_liger, uses_liger
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.timing import time_layers
@@ -143,14 +143,14 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
     return Measured.of_layers(rates, anatomy, timed)
 
 
-def make_care(config: Config) -> Care:
+def make_health(config: Config) -> MachineHealth:
     """Return the watch over the machine, and log how to set the power cap that is wished for."""
     sensor = sensor_of(compute_device(config.train.device))
     cap_w = config.hardware.power_cap
     advice = None if cap_w is None else power_cap_advice(sensor, cap_w)
     if advice is not None:
         _log.warning("%s", advice)
-    return Care(sensor, rated_bytes_written=config.hardware.rated_bytes_written)
+    return MachineHealth(sensor, rated_bytes_written=config.hardware.rated_bytes_written)
 
 
 def choose_threads() -> None:

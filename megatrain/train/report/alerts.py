@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatrain.train.records.shareable import host_of
-from megatrain.train.report.words import event_text
+from megatrain.train.report.texts import event_text
 
 _log = logging.getLogger(__name__)
 

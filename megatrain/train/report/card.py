@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain.train.records.metrics import MUCH_PADDING, format_bytes, format_count, format_duration
 from megatrain.train.report.collect import RunFiles, read_run
-from megatrain.train.report.words import model_name
+from megatrain.train.report.texts import model_name
 
 _SETTINGS = ("train", "optim", "data", "lora", "memory")
 """The sections that bear on the result or on the speed."""

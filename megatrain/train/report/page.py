@@ -21,8 +21,8 @@ from megatrain.train.records.metrics import format_bytes, format_duration
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, columns, read_run
 from megatrain.train.report.ranks import ranks_of
+from megatrain.train.report.texts import event_text
 from megatrain.train.report.trace_spans import trace_spans
-from megatrain.train.report.words import event_text
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megatrain.train.records.directory import RunDirectory
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, read_run
 from megatrain.train.report.page import facts_of
-from megatrain.train.report.words import event_text, model_name
+from megatrain.train.report.texts import event_text, model_name
 
 _log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from megatrain.data.example import (
     TextExample,
     TokensExample,
 )
+from megatrain.data.flagged_tokens import IDS, START, TRAINED, Words
 from megatrain.data.packing import split_long
 from megatrain.data.pairs import Judged
 from megatrain.data.tokenizer import train_tokenizer
@@ -29,7 +30,6 @@ from megatrain.data.tokens.encode import EncoderRecipe, Refused, show
 from megatrain.data.tokens.forms import Form
 from megatrain.data.tokens.processes import encode_all
 from megatrain.data.tokens.template import TrainOn, template_source
-from megatrain.data.words import IDS, START, TRAINED, Words
 from megatrain.errors import ConfigError, DataError
 from megatrain.objective.registry import OBJECTIVES
 from tests.data.tokens.published import needs_tokenizers, published

@@ -22,12 +22,12 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatrain.data.example import ChatExample, Source
+from megatrain.data.flagged_tokens import IDS
 from megatrain.data.formats.detect import Converter, Recipe
 from megatrain.data.tokenizer import train_tokenizer
 from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused
 from megatrain.data.tokens.rendering import RenderError, Span
 from megatrain.data.tokens.template import ChatTemplate, TrainOn
-from megatrain.data.words import IDS
 
 trl = pytest.importorskip("trl")
 FOLDER = Path(trl.__file__).parent / "chat_templates"

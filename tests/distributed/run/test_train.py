@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from megatrain.cli.log import log_to_stderr
 from megatrain.errors import CallbackError, OutputError, RankError
-from megatrain.hardware.care import Care
+from megatrain.hardware.health import MachineHealth
 from megatrain.plan.program.operations import Operation
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.report import StepReport
@@ -334,11 +334,11 @@ def test_what_all_ranks_have_written_to_drives_is_counted(tmp_path: Path) -> Non
         root = tmp_path / str(ranks.rank)
         (root / "proc/self").mkdir(parents=True)
         (root / "proc/self/io").write_text("write_bytes: 100\n")
-        care = Care(root=root)
-        care.resume(5000)
+        health = MachineHealth(root=root)
+        health.resume(5000)
         (root / "proc/self/io").write_text(f"write_bytes: {400 + 1000 * ranks.rank}\n")
         for _ in range(2):
-            count_written(care, ranks)
-        return care.written_bytes()
+            count_written(health, ranks)
+        return health.written_bytes()
 
     assert Turns(2).run(written) == [5000 + 300 + 1300] * 2

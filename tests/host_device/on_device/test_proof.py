@@ -10,8 +10,8 @@ import torch
 from megatrain.doctor.bench import run_bench
 from megatrain.doctor.checks import Level
 from megatrain.doctor.proof import CELLS, TINY, prove
-from megatrain.hardware.present import Device, describe_machine
 from megatrain.hardware.spec import HardwareSpec
+from megatrain.hardware.this_machine import Device, describe_machine
 from megatrain.stream.lanes import AcceleratorLanes
 from tests.doctor.test_bench import TINY as QUICK
 from tests.host_device.device import TYPE, register

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from megatrain.config.budgets import BUDGETS
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.anatomy_cache import anatomy_json, read_anatomy
 from megatrain.model.profile.count import count_anatomy, count_sizes
-from megatrain.model.profile.kept import anatomy_json, read_anatomy
 from tests.families import FAMILIES
 from tests.reference import make_model
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.profile.anatomy_cache import anatomy_json
 from megatrain.model.profile.count import alike, count_anatomy, count_sizes
-from megatrain.model.profile.kept import anatomy_json
 from megatrain.model.profile.rows import Rows, most, of_size, prime_beside
 from tests.families import FAMILIES
 

@@ -10,7 +10,7 @@ import pytest
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import Drives
 from megatrain.plan.search.choices import on_device_alone
-from megatrain.plan.search.enough import enough_ram
+from megatrain.plan.search.least_memory import enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow, pools_of
 from megatrain.plan.search.sizes import MEMORY_SIZES

@@ -15,7 +15,7 @@ from megatrain.config.choice import StepBatch
 from megatrain.config.plan import Plan
 from megatrain.hardware import load_machine, machine_names
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.plan.search.enough import enough_ram
+from megatrain.plan.search.least_memory import enough_ram
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise
 from megatrain.plan.search.request import Request, overflow

@@ -13,7 +13,7 @@ from megatrain.config.sizes import parse_bytes
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.choices import least_bytes
-from megatrain.plan.search.enough import enough_drives, enough_ram, fits
+from megatrain.plan.search.least_memory import enough_drives, enough_ram, fits
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, list_memory, list_settings, with_ways_out
 from megatrain.plan.search.request import Request

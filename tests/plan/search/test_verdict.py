@@ -15,7 +15,7 @@ from megatrain.hardware import Drives
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search import verdict, wear
-from megatrain.plan.search.enough import fits
+from megatrain.plan.search.least_memory import fits
 from megatrain.plan.search.micro_batches import in_smaller_micro_batches
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request, overflow

@@ -21,9 +21,9 @@ from megatrain.config.sections.eval import EvalConfig
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.train import loop
+from megatrain.train.evaluate.best_tracker import BestTracker
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.evaluate.losses import EvalSet, Evaluation, evaluate
-from megatrain.train.evaluate.standing import Standing
 from megatrain.train.inputs import Packer, prepare_data
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
@@ -282,8 +282,8 @@ def test_the_best_checkpoint_is_kept_with_its_metric_and_left_in_hf(
     assert "| val, held out | 4 | 2.0000 |" in card
     assert saved_steps(run) == [4, 12], "the best, which no cadence would have saved, and the newest"
     assert [(row["step"], row["loss"]) for row in events_of(run, "best")] == [(2, 3.0), (4, 2.0)]
-    standing = verify(run / "checkpoints/step-00000012").meta["evaluation"]
-    assert (standing["best_step"], standing["best_loss"], standing["best_set"]) == (4, 2.0, "val")
+    tracker = verify(run / "checkpoints/step-00000012").meta["evaluation"]
+    assert (tracker["best_step"], tracker["best_loss"], tracker["best_set"]) == (4, 2.0, "val")
     best = (run / "checkpoints/step-00000004/model.safetensors").read_bytes()
     assert (run / "hf/model.safetensors").read_bytes() == best
     export_run(run, tmp_path / "out")
@@ -393,15 +393,15 @@ def test_a_run_whose_evaluations_are_not_finite_is_saved_and_stops(
 
 
 def test_min_delta_nan_and_infinity_are_no_better() -> None:
-    standing = Standing()
+    tracker = BestTracker()
     losses = [math.inf, 2.0, 1.95, 1.89]
-    taken = [standing.take(step, loss, "a", min_delta=0.1) for step, loss in enumerate(losses)]
+    taken = [tracker.take(step, loss, "a", min_delta=0.1) for step, loss in enumerate(losses)]
     assert taken == [False, True, False, True]
-    assert not any(standing.take(4, loss, "a", min_delta=0.0) for loss in (math.nan, math.inf, -math.inf))
-    assert (standing.worse_in_a_row, standing.best_loss, standing.best_step) == (3, 1.89, 3)
-    other = Standing()
-    other.restore({**standing.state(), "of_a_later_version": 1})
-    assert other.state() == standing.state()
+    assert not any(tracker.take(4, loss, "a", min_delta=0.0) for loss in (math.nan, math.inf, -math.inf))
+    assert (tracker.worse_in_a_row, tracker.best_loss, tracker.best_step) == (3, 1.89, 3)
+    other = BestTracker()
+    other.restore({**tracker.state(), "of_a_later_version": 1})
+    assert other.state() == tracker.state()
 
 
 def test_a_run_killed_anywhere_evaluates_saves_and_stops_as_if_nothing_had_been(

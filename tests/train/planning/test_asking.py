@@ -22,7 +22,7 @@ from megatrain.train.loop import train
 from megatrain.train.planning import allocation
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.lately import Lately
-from megatrain.train.screen import doing
+from megatrain.train.screen import status_line
 from tests.train.project import write_corpus, write_model_config
 
 SHARED = Path(__file__).parents[4] / "shared/data"
@@ -36,7 +36,7 @@ def _a_search_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     """No counts of the user; plans and runs search alike; no word of how long that takes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(planning, "make_plan", allocation.make_plan)
-    monkeypatch.setattr(doing, "AFTER_S", 1e6)
+    monkeypatch.setattr(status_line, "AFTER_S", 1e6)
 
 
 @pytest.fixture

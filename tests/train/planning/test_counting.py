@@ -14,9 +14,10 @@ import pytest
 from transformers import MixtralConfig
 
 from megatrain.config import build_config
+from megatrain.model.profile import anatomy_cache
 from megatrain.model.profile import count as counting_code
 from megatrain.model.profile.anatomy import Anatomy
-from megatrain.model.profile.kept import anatomy_json, key_of, read_anatomy
+from megatrain.model.profile.anatomy_cache import anatomy_json, key_of, read_anatomy
 from megatrain.model.weights.skeleton import read_config
 from megatrain.train.planning import counting
 from megatrain.train.planning.counting import PlannedModel, count_once, shape_of
@@ -141,16 +142,10 @@ def test_what_a_count_depends_on_makes_another(
         file = model / "config.json"
         file.write_text(file.read_text().replace('"vocab_size": 128', '"vocab_size": 256'))
     if changed in ("torch", "source"):
-        code = {**counting_kept()._code(), changed: "another"}
-        monkeypatch.setattr(counting_kept(), "_code", lambda: code)
+        code = {**anatomy_cache._code(), changed: "another"}
+        monkeypatch.setattr(anatomy_cache, "_code", lambda: code)
     planned(model, tmp_path).count(CONFIG, "cpu" if changed == "device_type" else "cuda", **options)
     assert len(counted) == 2
-
-
-def counting_kept() -> Any:
-    from megatrain.model.profile import kept
-
-    return kept
 
 
 def spoil_text(text: str) -> str:
@@ -218,8 +213,8 @@ def test_what_a_count_warns_of_is_said_of_a_kept_one_too(
 
 
 def test_old_entries_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting_kept(), "_MOST_ENTRIES", 3)
-    store = counting_kept().KeptCounts(tmp_path)
+    monkeypatch.setattr(anatomy_cache, "_MOST_ENTRIES", 3)
+    store = anatomy_cache.KeptCounts(tmp_path)
     keys = [key_of(b"{}", number=number) for number in range(5)]
     for key in keys:
         store.save(key, {"value": key})
@@ -259,17 +254,16 @@ def test_a_plan_of_a_kept_count_loads_neither_torch_nor_transformers(model: Path
 def test_a_change_of_the_counting_code_makes_another_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = counting_kept()
-    file = tmp_path / "model" / "profile" / "kept.py"
+    file = tmp_path / "model" / "profile" / "anatomy_cache.py"
     file.parent.mkdir(parents=True)
     policies = tmp_path / "config" / "policies.py"  # what each of them runs again is counted too
     policies.parent.mkdir()
     policies.write_text("")
-    monkeypatch.setattr(kept, "__file__", str(file))
+    monkeypatch.setattr(anatomy_cache, "__file__", str(file))
     keys = []
     for source in ("a = 1\n", "a = 2\n"):
         file.write_text(source)
-        kept._code.cache_clear()
+        anatomy_cache._code.cache_clear()
         keys.append(key_of(b"{}", seq_len=1))
-    kept._code.cache_clear()
+    anatomy_cache._code.cache_clear()
     assert keys[0] != keys[1]

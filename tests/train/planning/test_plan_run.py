@@ -31,7 +31,7 @@ from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.asking import ask
 from megatrain.train.planning.plan_report import plan_text
 from megatrain.train.planning.plan_run import plan_run
-from megatrain.train.screen import doing
+from megatrain.train.screen import status_line
 from tests.plan.anatomies import Shape, llama_like
 from tests.train.project import make_config
 
@@ -41,7 +41,7 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
     """No counts of an earlier test, nor of the user, and no word of how long a plan takes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr("megatrain.train.planning.counting._COUNTED", {})
-    monkeypatch.setattr(doing, "AFTER_S", 1e6)
+    monkeypatch.setattr(status_line, "AFTER_S", 1e6)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from megatrain.train.report.card import model_card, plan_and_fact
 from megatrain.train.report.collect import columns, read_run
 from megatrain.train.report.page import page_data, report_page
 from megatrain.train.report.ranks import ranks_of
-from megatrain.train.report.words import event_text
+from megatrain.train.report.texts import event_text
 from tests.train.report.run_files import PLAN, write_run
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatrain.cli import main
 from megatrain.train.report.collect import read_run
 from megatrain.train.report.runs import different_settings, losses_at_equal_tokens
-from megatrain.train.report.words import model_name
+from megatrain.train.report.texts import model_name
 from tests.train.report.run_files import write_run
 
 

@@ -41,7 +41,7 @@ class _Changes:
         return self.num_begun > 0 and not self.are_done
 
 
-class Wholeness:
+class Integrity:
     """Counts the changes of the state. The launching thread calls it; changes run where they run."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from megatrain.store.drives.record import read_record
 from megatrain.train.loop import train
 from tests.products import every_value
 from tests.store.disks import Counted
-from tests.stream.execute.test_wholeness import FailingKernel
+from tests.stream.execute.test_integrity import FailingKernel
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
 

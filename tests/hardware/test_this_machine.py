@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.errors import ConfigError, OutputError
 from megatrain.hardware import HardwareSpec
-from megatrain.hardware.present import (
+from megatrain.hardware.this_machine import (
     Device,
     DriveRates,
     Measurements,

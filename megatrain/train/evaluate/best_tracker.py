@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Standing:
+class BestTracker:
     """Counts evaluations; it is in every checkpoint, so that a resumed run stops where it would have."""
 
     evaluated_step: int | None = None

@@ -10,7 +10,7 @@ from megatrain.checkpoint.format import MANIFEST_NAME, Manifest
 from megatrain.checkpoint.load import find, newest_whole, verify
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, OutputError, os_errors
-from megatrain.train.evaluate.standing import Standing
+from megatrain.train.evaluate.best_tracker import BestTracker
 from megatrain.train.outputs.export import best_step, find_best, is_exported
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.resume.point import ResumePoint
@@ -129,13 +129,13 @@ def _has_ended(config: Config, newest: Manifest) -> bool:
     return bool(meta.get("is_last")) and saved["train"].get("epochs") == train.epochs
 
 
-def choose_best_anew(standing: Standing, checkpoints: Path) -> None:
+def choose_best_anew(tracker: BestTracker, checkpoints: Path) -> None:
     """Forget the best step of another run, whose checkpoints stay with it."""
-    if standing.best_step is not None:
+    if tracker.best_step is not None:
         _log.warning(
             "the best step so far, %d with a loss of %.4g, stays in %s; the best of this run is chosen anew",
-            standing.best_step,
-            standing.best_loss,
+            tracker.best_step,
+            tracker.best_loss,
             checkpoints,
         )
-    standing.forget_best()
+    tracker.forget_best()

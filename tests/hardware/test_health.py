@@ -1,4 +1,4 @@
-"""Care while training: what a sample says, what is warned of and how often, and what is never done."""
+"""Health while training: what a sample says, what is warned of and how often, and what is never done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.hardware.care import Care, Sensor, Vitals, open_sensor, power_cap_advice
+from megatrain.hardware.health import MachineHealth, Sensor, Vitals, open_sensor, power_cap_advice
 from tests.hardware.nvml import PROPERTIES, FakeNvml
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -37,18 +37,18 @@ def sensor_of(nvml: FakeNvml) -> Sensor:
     return sensor
 
 
-def make_care(root: Path, nvml: FakeNvml | None = None, **options: Any) -> tuple[Care, Clock]:
+def make_health(root: Path, nvml: FakeNvml | None = None, **options: Any) -> tuple[MachineHealth, Clock]:
     clock = Clock()
     sensor = None if nvml is None else sensor_of(nvml)
-    return Care(sensor, root=make_tree(root), clock=clock, **options), clock
+    return MachineHealth(sensor, root=make_tree(root), clock=clock, **options), clock
 
 
 def test_sample_is_what_has_happened_since_the_one_before(tmp_path: Path) -> None:
     nvml = FakeNvml()
-    care, _ = make_care(tmp_path, nvml)
+    health, _ = make_health(tmp_path, nvml)
     nvml.answers |= {"TotalEnergyConsumption": 5_600_000, "corrected": 9, "CurrentClocksEventReasons": 0x4}
     make_tree(tmp_path, written=4000)
-    assert care.sample() == Vitals(
+    assert health.sample() == Vitals(
         power_w=300.0,
         temperature_c=61.0,
         throttled=("power cap",),
@@ -58,33 +58,33 @@ def test_sample_is_what_has_happened_since_the_one_before(tmp_path: Path) -> Non
         drive_written_bytes=3000,
     )
     make_tree(tmp_path, written=5000)
-    again = care.sample()
+    again = health.sample()
     assert (again.energy_j, again.ecc_errors, again.drive_written_bytes) == (0.0, 0, 4000)
 
 
 def test_begin_forgets_what_loading_took(tmp_path: Path) -> None:
     nvml = FakeNvml()
-    care, _ = make_care(tmp_path, nvml)
+    health, _ = make_health(tmp_path, nvml)
     nvml.answers |= {"TotalEnergyConsumption": 9_000_000}
     make_tree(tmp_path, swapped=70)
-    care.begin()
-    assert (care.sample().energy_j, care.sample().swap_bytes) == (0.0, 0)
+    health.begin()
+    assert (health.sample().energy_j, health.sample().swap_bytes) == (0.0, 0)
 
 
 def test_without_an_energy_counter_power_is_summed_over_time(tmp_path: Path) -> None:
     nvml = FakeNvml(TotalEnergyConsumption=None, PowerUsage=200_000)
-    care, clock = make_care(tmp_path, nvml)
+    health, clock = make_health(tmp_path, nvml)
     nvml.answers["PowerUsage"] = 400_000
     clock.now_s += 10
-    assert care.sample().energy_j == 3000.0
+    assert health.sample().energy_j == 3000.0
     assert nvml.asked.count("TotalEnergyConsumption") == 1, "what is not supported is not asked again"
 
 
 def test_device_that_tells_nothing_has_no_figures(tmp_path: Path) -> None:
     nvml = FakeNvml()
     nvml.answers = dict.fromkeys(nvml.answers)
-    care, _ = make_care(tmp_path, nvml)
-    assert care.sample() == Vitals(swap_bytes=0, drive_written_bytes=0)
+    health, _ = make_health(tmp_path, nvml)
+    assert health.sample() == Vitals(swap_bytes=0, drive_written_bytes=0)
 
 
 def test_missing_driver_is_said_once_and_gives_no_figures(
@@ -94,9 +94,9 @@ def test_missing_driver_is_said_once_and_gives_no_figures(
     nvml.has_driver = False
     sensor = open_sensor(PROPERTIES, nvml)
     assert sensor is None
-    care = Care(sensor, root=make_tree(tmp_path))
+    health = MachineHealth(sensor, root=make_tree(tmp_path))
     for _ in range(3):
-        assert care.sample() == Vitals(swap_bytes=0, drive_written_bytes=0)
+        assert health.sample() == Vitals(swap_bytes=0, drive_written_bytes=0)
     assert caplog.messages == [
         "power, temperature and errors of the device are not known: NVML says Driver Not Loaded"
     ]
@@ -132,9 +132,9 @@ def test_device_that_is_too_hot_is_warned_of_once(
     nvml = FakeNvml(Temperature=91)
     del nvml.answers["CurrentClocksEventReasons"]
     nvml.answers[question] = 0x1 | 0x4 | 0x40
-    care, _ = make_care(tmp_path, nvml)
+    health, _ = make_health(tmp_path, nvml)
     for _ in range(2):
-        assert care.sample().throttled == ("power cap", "hardware thermal slowdown")
+        assert health.sample().throttled == ("power cap", "hardware thermal slowdown")
     assert caplog.messages == [
         "the device is slowed down (hardware thermal slowdown) at 91 C: look at its cooling and its power "
         "supply"
@@ -142,8 +142,8 @@ def test_device_that_is_too_hot_is_warned_of_once(
 
 
 def test_power_cap_alone_is_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    care, _ = make_care(tmp_path, FakeNvml(CurrentClocksEventReasons=0x4))
-    assert care.sample().throttled == ("power cap",)
+    health, _ = make_health(tmp_path, FakeNvml(CurrentClocksEventReasons=0x4))
+    assert health.sample().throttled == ("power cap",)
     assert caplog.messages == []
 
 
@@ -151,62 +151,62 @@ def test_every_memory_error_that_was_not_corrected_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     nvml = FakeNvml(uncorrected=3)
-    care, _ = make_care(tmp_path, nvml)
-    assert care.sample().ecc_errors == 0, "errors of earlier runs are not this run's"
+    health, _ = make_health(tmp_path, nvml)
+    assert health.sample().ecc_errors == 0, "errors of earlier runs are not this run's"
     assert caplog.messages == []
     nvml.answers |= {"uncorrected": 5, "corrected": 8}
-    assert care.sample().ecc_errors == 3
+    assert health.sample().ecc_errors == 3
     assert len(caplog.messages) == 1
     assert "2 memory errors that it could not correct" in caplog.text
-    assert care.sample().ecc_errors == 0
+    assert health.sample().ecc_errors == 0
     nvml.answers["uncorrected"] = 6
-    care.sample()
+    health.sample()
     assert len(caplog.messages) == 2
 
 
 def test_swapping_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    care, _ = make_care(tmp_path)
-    assert care.sample().swap_bytes == 0
+    health, _ = make_health(tmp_path)
+    assert health.sample().swap_bytes == 0
     assert caplog.messages == []
     make_tree(tmp_path, swapped=60)
-    assert care.sample().swap_bytes == 20 * PAGE
+    assert health.sample().swap_bytes == 20 * PAGE
     make_tree(tmp_path, swapped=61)
-    assert care.sample().swap_bytes == 2 * PAGE
+    assert health.sample().swap_bytes == 2 * PAGE
     assert len(caplog.messages) == 1
     assert "the machine swaps" in caplog.text
     assert "swapoff -a" in caplog.text
 
 
 def test_wear_is_warned_of_at_a_tenth_of_the_rating(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    care, _ = make_care(tmp_path, rated_bytes_written=1e12)
+    health, _ = make_health(tmp_path, rated_bytes_written=1e12)
     make_tree(tmp_path, written=1000 + 10**11)
-    care.sample()
+    health.sample()
     assert caplog.messages == []
     make_tree(tmp_path, written=1001 + 10**11)
     for _ in range(2):
-        care.sample()
+        health.sample()
     assert len(caplog.messages) == 1
     assert "has written 0.1 TB, 10 % of what its drives are rated for" in caplog.text
 
 
 def test_writes_before_a_resume_count(tmp_path: Path) -> None:
-    care, _ = make_care(tmp_path)
-    care.resume(500)
+    health, _ = make_health(tmp_path)
+    health.resume(500)
     make_tree(tmp_path, written=1200)
-    assert (care.sample().drive_written_bytes, care.written_bytes()) == (700, 700)
+    assert (health.sample().drive_written_bytes, health.written_bytes()) == (700, 700)
 
 
 def test_system_without_counters_has_no_figures(tmp_path: Path) -> None:
-    assert Care(root=tmp_path).sample() == Vitals()
+    assert MachineHealth(root=tmp_path).sample() == Vitals()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_bytes_written_by_this_process_are_counted(tmp_path: Path) -> None:
-    care = Care()
+    health = MachineHealth()
     with open(tmp_path / "data", "wb") as file:
         file.write(os.urandom(1 << 20))
         os.fsync(file.fileno())
-    written = care.sample().drive_written_bytes
+    written = health.sample().drive_written_bytes
     if written is None:
         pytest.skip("this system does not count")
     assert written == 0 or written >= 1 << 20, "nothing where the directory is in memory"

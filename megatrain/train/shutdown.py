@@ -45,7 +45,7 @@ def refuse_failed_callback(run: Run, saved: Path | None) -> None:
 
 def end_early(run: Run, reason: str) -> None:
     """Say why a run ends before its last step; after a signal or a callback it is not done."""
-    if run.evaluator.standing.has_stopped:
+    if run.evaluator.best_tracker.has_stopped:
         _log.info("stopped after step %d: %s", run.step, reason)
         return
     _log.warning(

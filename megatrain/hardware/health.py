@@ -1,10 +1,10 @@
-"""Care of the machine while it trains: the device's power, heat, throttling and errors; swap; drive wear.
+"""Health of the machine while it trains: the device's power, heat, throttling and errors; swap; drive wear.
 
-`Care.sample` reads a few counters, once per step; it waits for nothing and changes nothing. What a machine
-does not tell is None, and a missing driver is said once. Devices are asked through NVML (`nvidia-ml-py`, in
-the `gpu` extra), found by their PCI address, or by their UUID where torch does not tell that: NVML counts
-devices that `CUDA_VISIBLE_DEVICES` hides. None of this has run beside a GPU yet; the tests pass an object in
-that answers like NVML.
+`MachineHealth.sample` reads a few counters, once per step; it waits for nothing and changes nothing. What a
+machine does not tell is None, and a missing driver is said once. Devices are asked through NVML
+(`nvidia-ml-py`, in the `gpu` extra), found by their PCI address, or by their UUID where torch does not tell
+that: NVML counts devices that `CUDA_VISIBLE_DEVICES` hides. None of this has run beside a GPU yet; the
+tests pass an object in that answers like NVML.
 
 Source: https://docs.nvidia.com/deploy/nvml-api/ (clock event reasons and memory error types).
 """
@@ -200,7 +200,7 @@ def sensor_of(device: Any) -> Sensor | None:
     return open_sensor(torch.cuda.get_device_properties(device))
 
 
-class Care:
+class MachineHealth:
     """Samples of one run, with an alarm for what a user must know. Each alarm sounds once."""
 
     def __init__(

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def way_back(run: Run, directory: RunDirectory) -> Iterator[None]:
+def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
     """Name the point to resume from in an error inside that has torn the state, of which nothing was saved.
 
     Raises:
@@ -29,7 +29,7 @@ def way_back(run: Run, directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = run.engine.arrangement.wholeness.cause
+        first = run.engine.arrangement.integrity.cause
         if first is None:
             told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}")
             if told is None:
@@ -56,7 +56,7 @@ def _newest(run: Run, directory: RunDirectory) -> str:
     return "the beginning, since nothing was saved before" if saved is None else str(saved)
 
 
-def judge(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
+def check_divergence(run: Run, row: StepMetrics, directory: RunDirectory) -> None:
     """Report a skipped step or a jump of the loss, and end the run where its settings say so.
 
     Raises:

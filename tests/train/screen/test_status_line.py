@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.cli import main
-from megatrain.train.screen import doing as progress
-from megatrain.train.screen.doing import Doing
+from megatrain.train.screen import status_line as progress
+from megatrain.train.screen.status_line import Doing
 from tests.families import FAMILIES
 
 
