@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,12 +105,13 @@ def train(
         tracker.restore(ranks.tell(tracker.state()))
         is_saved = start["is_own"] and point.saved is not None and point.saved["step"] == run.step
         is_done = False
-        with recorded(run, directory), resume_point_told(run, directory):
+        with recorded(run, directory), resume_point_told(run, directory), ExitStack() as signals:
+            stop = signals.enter_context(stop_flag(ranks))
             try:
-                with stop_flag(ranks) as stop:
-                    final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
+                final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
+                    signals.close()  # an export may be interrupted
                     if best is not None:
                         final = find_best(directory.checkpoints, best)
                     partial = directory.path / ".hf-partial"
@@ -222,6 +223,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 reason = "a callback"
             if commit_every is not None and row.step % commit_every == 0:
                 run.commit()
+                callbacks.agree()  # a state that cannot be saved is a failure
             is_time = every is not None and row.step % every == 0
             if is_time or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
                 saved = _save(run, directory)

@@ -31,16 +31,17 @@ def refuse_failed_callback(run: Run, saved: Path | None) -> None:
 
     Raises:
         CallbackError: A callback has raised.
+        RankError: It has, on ranks that are not the first.
     """
     failed = run.callbacks.failure
     if failed is not None:
+        if run.ranks.rank > 0:
+            run.ranks.tell()  # the first one says it: this wait ends when that one has ended
         done = "no step was taken" if saved is None else f"step {run.step} is saved in {saved}"
-        error = CallbackError(
+        raise CallbackError(
             f"the callback {failed.name} failed in {failed.event} ({failed.said}); {done}. The same command "
             "goes on from there; without the callback (log.to) nothing else changes"
-        )
-        error.is_told = run.ranks.local_rank > 0
-        raise error from failed.error
+        ) from failed.error
 
 
 def end_early(run: Run, reason: str) -> None:

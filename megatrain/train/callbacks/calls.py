@@ -108,7 +108,8 @@ class Callbacks:
 
     def agree(self) -> None:
         """Take over what the first rank's callbacks wish, and a failure on any rank; all ranks call it."""
-        own = {} if self.control is None else dict(vars(self.control))
+        wishes = {} if self.control is None else vars(self.control)
+        own = {name: bool(value) for name, value in wishes.items() if name.startswith("should_")}
         failed = None if self.failure is None else self.failure[:3]
         found = self._ranks.gather_values([own, failed], "orders")
         self._wishes = found[0][0]

@@ -117,7 +117,7 @@ class Evaluator:
         found = evaluate(engine, self._sets, most_batches=settings.batches, ranks=ranks)
         texts: list[tuple[str, str]] = []
         if settings.prompts:
-            engine.sync()
+            engine.settle()  # the first rank reads what the others have made
         if settings.prompts and ranks.rank == 0:
             with undisturbed(engine):
                 texts = [(prompt, self._answer(engine, tokenizer, prompt)) for prompt in settings.prompts]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from transformers import TrainerCallback
@@ -191,13 +193,49 @@ def test_a_callback_that_fails_on_another_rank_ends_all_and_the_run_goes_on(
 ) -> None:
     place: dict[str, Any] = {"root": str(alone.parent), "out": tmp_path.name}
     codes = exit_codes(tmp_path / "first", 2, _fail_on_the_second, **place)
-    assert codes == [CallbackError.exit_code] * 2
+    assert codes == [CallbackError.exit_code, RankError.exit_code], "the first one is not ended by another"
     said = (tmp_path / "first/errors").read_text()
     text = "the callback Failing failed in on_step_end (ZeroDivisionError: at step 3); step 3 is saved in"
     assert said.startswith(f"rank 0: {text}"), said
     assert "Traceback" not in said
     run_ranks(tmp_path / "then", 1, train_run, **place)
     assert_same_runs(alone.parent / tmp_path.name, alone)
+
+
+def test_a_state_that_cannot_be_committed_ends_all_ranks_and_is_saved(tmp_path: Path) -> None:
+    """Between two steps in which nothing is saved: the others have to hear of it."""
+    codes = exit_codes(tmp_path / "logs", 2, _commit_what_is_no_json, root=str(tmp_path))
+    assert codes == [CallbackError.exit_code, RankError.exit_code]
+    said = (tmp_path / "logs/errors").read_text()
+    assert "the callback Unsavable failed in state (" in said
+    assert "step 3 is saved in" in said
+    assert "Traceback" not in said
+
+
+class Unsavable(TrainerCallback):
+    """Has a state that is no JSON from step 3 on."""
+
+    step = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.step = state.global_step
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"value": math.nan if self.step == 3 else 1.0}}
+
+
+def _commit_what_is_no_json(ranks: Any, *, root: str) -> str:
+    tiers = {"ram": 10**9, "nvme": [f"{root}/drive"]}
+    return train_run(
+        ranks,
+        root=root,
+        out="run",
+        callbacks=[Unsavable()] if ranks.rank == 0 else [],
+        memory={"tiers": tiers, "commit_every": 1, "activations": "recompute"},
+        checkpoint={"every": 6},
+        eval={},
+        data={"val_size": 0},
+    )
 
 
 class Reading(TrainerCallback):
@@ -213,7 +251,7 @@ class Reading(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         assert state.is_world_process_zero is (self.rank == 0)
         self.read.append(digest_of(dict(model._megatrain_engine.named_masters())))
-        control.should_save = self.rank == 0 and state.global_step == 3
+        control.should_save = np.bool_(self.rank == 0 and state.global_step == 3)
         control.should_training_stop = self.rank == 1 and state.global_step == 2
 
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain.config.choice import StepBatch
+from megatrain.config.sections.eval import EvalConfig
 from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError
 from megatrain.hardware.memory import MemoryLimit
@@ -21,6 +23,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.execute import resident_state
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.train.adapters import write_adapter
+from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.resume.state import lend_state, read_state, write_state
 from tests.distributed.cases import TRAINED, cut_at
 from tests.distributed.processes import exit_codes
@@ -307,3 +310,26 @@ def test_the_first_rank_saves_adapters_and_their_state_over_nodes(tmp_path: Path
     assert any(
         value.any() for name, value in load_file(tmp_path / "one" / files[0]).items() if "lora_B" in name
     )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_on_drives_are_read_by_the_rank_that_continues_a_prompt(size: int, tmp_path: Path) -> None:
+    """All ranks evaluate; memory for the weights that the drives have is taken once."""
+
+    def answer(_: Evaluator, engine: Engine, *__: Any) -> str:
+        engine.sync()
+        return ""
+
+    def run(ranks: Any) -> int:
+        engine, step = trained(ranks, tiers=tiers(tmp_path))
+        step()
+        evaluator = Evaluator(EvalConfig(prompts=("a",)), [], num_steps=4, steps_per_epoch=4)
+        evaluator.evaluate(engine, SimpleNamespace(), 1, ranks)
+        found = engine.host.weights.nbytes
+        step()
+        return found
+
+    with patch.object(Evaluator, "_answer", answer):
+        first, *others = Turns(size).run(run)
+    assert first > 0
+    assert others == [0] * (size - 1)
