@@ -8,7 +8,7 @@ into a region of its target; every other conversion runs transformers' own opera
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,23 @@ class Source:
     shape: tuple[int, ...]
     dtype: str
     """The dtype as safetensors spells it, such as BF16."""
+    making: Making | None = None
+    """How it is made of other tensors; None: it is a tensor of the file, under this key."""
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files that it is read from."""
+        parts = [self] if self.making is None else self.making.parts.values()
+        return list(dict.fromkeys(part.file for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How a tensor is made of several of a checkpoint, such as the codes and scales of a quantised weight."""
+
+    parts: Mapping[str, Source]
+    make: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    """The function that is given the tensors of the parts."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from megatrain.errors import ModelError, first_line
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
 from megatrain.model.weights.generation import read_generation_config
+from megatrain.model.weights.quantised.formats import quantisation_of
 from megatrain.model.weights.reading import open_weights, read_weights
 from megatrain.model.weights.skeleton import persistent_buffers, tied_names
 from megatrain.model.weights.untouched import UNTOUCHED, Untouched, require_exportable
@@ -105,7 +106,7 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
         ModelError: The directory is refused, as by `checkpoint_files`.
     """
     sizes = Counter({torch.float32: 0})
-    for source in _read_headers(checkpoint_files(path)).values():
+    for source in _read_sources(Path(path), checkpoint_files(path)).values():
         if source.dtype in FLOAT_DTYPES:
             sizes[FLOAT_DTYPES[source.dtype]] += prod(source.shape)
     return sizes.most_common(1)[0][0]
@@ -137,8 +138,7 @@ class PlannedWeights:
         """
         self.model, self._path = model, Path(path)
         self.files = checkpoint_files(path)
-        sources = _read_headers(self.files)
-        _check_index(self._path, sources)
+        sources = _read_sources(self._path, self.files)
         self.conversions, unexpected = plan_conversions(model, sources)
         _check_targets(model, self.conversions, self._path)
         self.untouched = _without_constants(model, unexpected)
@@ -172,6 +172,10 @@ class PlannedWeights:
                         self.buffers[target][region if region else ...].copy_(value)
                     else:
                         sink.put(self.first_names[target], value, region)
+        if num_made := sum(
+            source.making is not None for each in self.conversions for _, source in each.sources
+        ):
+            logger.info("%s: %d weights are quantised, and were read in bf16", self._path, num_made)
         if self._generation is not None and self.model.can_generate():
             self.model.generation_config = self._generation
 
@@ -245,6 +249,18 @@ def _is_allowed_link(directory: Path, file: Path) -> bool:
     if target.is_relative_to(root):
         return True
     return root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+
+
+def _read_sources(directory: Path, files: list[Path]) -> dict[str, Source]:
+    """Return the tensors of a checkpoint, in bf16 what is quantised there.
+
+    Raises:
+        ModelError: Files and index do not agree, or codes and scales do not belong together.
+    """
+    sources = _read_headers(files)
+    _check_index(directory, sources)
+    quantisation = quantisation_of(directory)
+    return sources if quantisation is None else quantisation.weights(sources)
 
 
 def _read_headers(files: list[Path]) -> dict[str, Source]:

@@ -67,11 +67,14 @@ def require_finite(tensor: torch.Tensor, file: Path, key: str) -> None:
 
 
 def read_tensor(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
-    """Return a tensor of an open file; a view of it.
+    """Return a tensor of an open file, a view of it, or one that is made of such.
 
     Raises:
         ModelError: The tensor cannot be read.
     """
+    if source.making is not None:
+        parts = {name: read_tensor(handles, part) for name, part in source.making.parts.items()}
+        return source.making.make(parts)
     try:
         with os_errors("read", source.file, ModelError):
             tensor: torch.Tensor = handles[source.file].get_tensor(source.key)

@@ -31,7 +31,8 @@ from transformers.models.auto.modeling_auto import (
 from megatrain.errors import ModelError, first_line, os_error_behind, os_sentence
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.parts import refuse_parts
-from megatrain.model.weights.quantised import refuse_quantised
+from megatrain.model.weights.quantised.formats import quantisation_in
+from megatrain.model.weights.quantised.quantisation import levels
 
 _OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
 _SMALL_ELEMENTS = 1 << 16
@@ -46,8 +47,8 @@ def read_config(path_or_id: str | Path, *, allows_file: bool = False) -> Pretrai
 
     Raises:
         ModelError: There is no readable config.json, or it describes a model that is not trained here: one
-            that needs remote code, is quantised, is of an unknown type, is not a causal language model, or
-            has parts beside one.
+            that needs remote code, is quantised in a way that is not read, is of an unknown type, is not a
+            causal language model, or has parts beside one.
     """
     place = Path(path_or_id)
     if place.is_dir():
@@ -67,6 +68,9 @@ def read_config(path_or_id: str | Path, *, allows_file: bool = False) -> Pretrai
             raise ModelError(os_sentence("read the configuration in", path_or_id, refused)) from error
         raise ModelError(f"{path_or_id}: config.json is not valid: {first_line(error)}") from error
     refuse_parts(config, f"{path_or_id}: ")
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config  # weights are read in bf16
     return config
 
 
@@ -182,13 +186,13 @@ def _download_config(model_id: str) -> dict[str, Any]:
 
 
 def _check_config_values(values: dict[str, Any], where: str) -> None:
-    for level in _levels(values):
+    for level in levels(values):
         if level.get("auto_map"):
             raise ModelError(
                 f"{where}: config.json asks for remote code (auto_map), which is never executed; "
                 f"use a model type that transformers implements"
             )
-        refuse_quantised(level, where)
+    quantisation_in(values, where)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ModelError(f"{where}: config.json has no model_type")
@@ -211,21 +215,16 @@ def _check_config_values(values: dict[str, Any], where: str) -> None:
             )
 
 
-def _levels(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a configuration and the configurations nested in it."""
-    yield values
-    for value in values.values():
-        if isinstance(value, dict):
-            yield from _levels(value)
-
-
 def _check_config_class(config: PretrainedConfig) -> None:
     if getattr(config, "auto_map", None):
         raise ModelError(
             f"the {config.model_type} configuration asks for remote code, which is never executed"
         )
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"the {config.model_type} configuration is quantised; give an unquantised one")
+        raise ModelError(
+            f"the weights of this {config.model_type} model are quantised in memory; give its directory or "
+            "hub id, whose weights are read in bf16"
+        )
     refuse_parts(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"transformers has no causal language model for {type(config).__name__}")

@@ -48,7 +48,7 @@ class Untouched:
         self._stack = ExitStack()
         self._handles = {
             file: self._stack.enter_context(open_weights(file))
-            for file in dict.fromkeys(source.file for source in sources)
+            for file in dict.fromkeys(file for source in sources for file in source.files)
         }
 
     @property
@@ -58,7 +58,7 @@ class Untouched:
         return {key: (getattr(torch, DTYPES[source.dtype]), source.shape) for key, source in found}
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor, a view of its file, by its name.
+        """Yield each tensor by its name: a view of its file, or in bf16 what is quantised there.
 
         Raises:
             ModelError: A file cannot be read.

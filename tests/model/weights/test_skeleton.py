@@ -103,7 +103,7 @@ def test_a_config_object_with_remote_code_is_refused() -> None:
         ('{"model_type": "llama", "architectures": true}', "it must be a list of names"),
         ('{"model_type": "llama", "architectures": [["Llama"]]}', "it must be a list of names"),
         ("[" * 100_000, "JSON"),
-        ('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}', "quantization_config"),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}', "quantization_config"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "not valid"),
         ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}', "not valid"),
     ],

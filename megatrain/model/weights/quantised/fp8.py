@@ -1,0 +1,142 @@
+"""Weights in FP8 with scales in fp32, bf16 or E8M0: of blocks, of rows, or of the whole tensor.
+
+Sources: the quantization_config of DeepSeek-V3 and of Qwen's and GLM's FP8 models (`weight_scale_inv`, which
+multiplies), of FBGEMM and of ModelOpt (`weight_scale`); OCP 8-bit Floating Point Specification v1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import ModelError
+from megatrain.model.weights.convert import Making, Source
+from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, powers, repeated, stacked
+from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, value_of
+
+CODES = ("F8_E4M3", "F8_E5M2")
+"""The dtypes of codes."""
+
+_SCALES = ("_scale_inv", "_scale")
+"""The endings of the name of a weight's scales; both multiply."""
+
+_MX_BLOCK = 32
+
+
+class Fp8(Quantisation):
+    """FP8; a checkpoint may have matrices in MXFP4 among its experts, as two codes per byte."""
+
+    left_out = (
+        *(".input_scale", ".activation_scale", ".output_scale", ".input_scale_ub"),
+        *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
+    )
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """Take the `quantization_config` of a checkpoint.
+
+        Raises:
+            ModelError: Its blocks are none.
+        """
+        self._block = value_of(values, "weight_block_size", _is_block, where)
+
+    def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
+        """Return the weight of FP8 codes, or of FP4 ones beside scales; see `Quantisation`."""
+        codes = sources[key]
+        is_fp4 = codes.dtype in ("I8", "U8")
+        if key.endswith(_SCALES) or (codes.dtype not in CODES and not is_fp4):
+            return None
+        found = [key + ending for ending in _SCALES if key + ending in sources]
+        if not found:
+            if is_fp4:
+                return None
+            raise ModelError(
+                f"{codes.file}: {key} is in {codes.dtype}, and there are no scales of it ({key}_scale_inv or "
+                f"{key}_scale)"
+            )
+        return fp8_weight(codes, sources[found[0]], self._block, is_fp4=is_fp4)
+
+
+def fp8_weight(codes: Source, scales: Source, block: Any = None, *, is_fp4: bool = False) -> Source:
+    """Return a weight of FP8 codes and their scales.
+
+    Args:
+        codes: (..., rows, columns).
+        scales: One scale, one for each row, or one for each block, of which the last ones may be smaller.
+        block: The rows and columns of a block; None: as the number of scales says.
+        is_fp4: Whether the codes are of MXFP4, two in a byte.
+
+    Raises:
+        ModelError: The scales do not belong to the codes.
+    """
+    shape = (*codes.shape[:-1], codes.shape[-1] * (2 if is_fp4 else 1))
+    size = (1, _MX_BLOCK) if is_fp4 else _block_of(codes, scales, block)
+    if is_fp4 and scales.shape != (*shape[:-1], shape[-1] // _MX_BLOCK):
+        raise ModelError(
+            f"{scales.file}: {scales.key} has shape {list(scales.shape)}, and {codes.key} of "
+            f"{list(codes.shape)} bytes takes {[*shape[:-1], shape[-1] // _MX_BLOCK]}"
+        )
+    if scales.dtype not in ("F32", "BF16", "F16", "F8_E8M0", "U8"):
+        raise ModelError(f"{scales.file}: {scales.key} has dtype {scales.dtype}, which scales never have")
+    made = partial(_decoded, shape=shape, block=size, is_fp4=is_fp4)
+    return Source(
+        key=codes.key,
+        file=codes.file,
+        shape=shape,
+        dtype="BF16",
+        making=Making({"codes": codes, "scales": scales}, made),
+    )
+
+
+def _is_block(found: Any) -> bool:
+    is_pair = isinstance(found, (list, tuple)) and len(found) == 2
+    return found is None or (is_pair and all(isinstance(each, int) and each > 0 for each in found))
+
+
+def _block_of(codes: Source, scales: Source, block: Any) -> tuple[int, int]:
+    """Return the rows and columns of one scale's block.
+
+    Raises:
+        ModelError: The scales are of no blocks of these codes.
+    """
+    shape = codes.shape if len(codes.shape) > 1 else (*codes.shape, 1)
+    rows, columns = shape[-2:]
+    stack, grid = shape[:-2], scales.shape
+    whole = (max(rows, 1), max(columns, 1))
+    if grid in ((), (1,), (1, 1), (*stack, 1, 1), stack):
+        return whole
+    if grid in ((rows,), (rows, 1), (*stack, rows, 1)):
+        return 1, whole[1]
+    if block is not None and grid == (*stack, -(-rows // block[0]), -(-columns // block[1])):
+        return block[0], block[1]
+    fits = len(grid) == len(shape) and grid[:-2] == stack and all(grid)
+    if block is None and fits and not rows % grid[-2] and not columns % grid[-1]:
+        return rows // grid[-2], columns // grid[-1]
+    size = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+    raise ModelError(
+        f"{scales.file}: {scales.key} has shape {list(grid)}, which does not belong to {codes.key} of shape "
+        f"{list(codes.shape)}{size}"
+    )
+
+
+def _decoded(parts: Parts, shape: tuple[int, ...], block: tuple[int, int], *, is_fp4: bool) -> Tensor:
+    height, width = block
+    matrix = shape if len(shape) > 1 else (*shape, 1)
+    codes = stacked(parts["codes"].reshape(*matrix[:-1], -1))
+    scales = _as_floats(parts["scales"]).reshape(-1, -(-matrix[-2] // height), -(-matrix[-1] // width))
+    scales = scales.expand(len(codes), -1, -1)
+
+    def rows(number: int, piece: slice) -> Tensor:
+        values = fp4(codes[number, piece]) if is_fp4 else codes[number, piece]
+        of_rows = scales[number].index_select(0, torch.arange(piece.start, piece.stop) // height)
+        return values.float() * repeated(of_rows, width, matrix[-1])
+
+    return by_rows(matrix, rows).view(shape)
+
+
+def _as_floats(scales: Tensor) -> Tensor:
+    is_power = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    return (powers(scales) if is_power else scales).float()

@@ -1,0 +1,198 @@
+"""Weights of 2, 4 or 8 bits in int32 words: GPTQ, AWQ, and the packed ones of compressed-tensors.
+
+Sources: AutoGPTQ and GPTQModel (`qweight` along the inputs, zero points less one in version 1), AutoAWQ's
+GEMM (`qweight` along the outputs, in the order of its kernel), compressed-tensors' `pack_quantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import ModelError
+from megatrain.model.weights.convert import Making, Source
+from megatrain.model.weights.quantised.arithmetic import by_rows, unpacked
+from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, part, require_shape, value_of
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The place in a word of each of eight codes that follow one another."""
+
+
+class Gptq(Quantisation):
+    """GPTQ: a word holds codes of one output, and inputs may be in groups by `g_idx`."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """Take the `quantization_config` of a checkpoint.
+
+        Raises:
+            ModelError: Its codes are of a size that does not divide a word.
+        """
+        self._bits = value_of(values, "bits", lambda bits: bits in (2, 4, 8), where)
+        self._offset = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
+
+    def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
+        """Return the matrix whose codes a tensor is; see `Quantisation`."""
+        words = sources[key]
+        if not key.endswith(".qweight"):
+            return None
+        name = key.removesuffix("qweight")
+        scales, zeros = (part(sources, name + each, words) for each in ("scales", "qzeros"))
+        parts = {"codes": words, "scales": scales, "zeros": zeros}
+        per_word = 32 // self._bits
+        (inputs, outputs), groups = (words.shape[0] * per_word, words.shape[1]), scales.shape[0]
+        require_shape(scales, (groups, outputs))
+        require_shape(zeros, (groups, -(-outputs // per_word)))
+        if name + "g_idx" in sources:
+            parts["groups"] = sources[name + "g_idx"]
+            require_shape(parts["groups"], (inputs,))
+        elif inputs % groups:
+            raise ModelError(
+                f"{scales.file}: {scales.key} has {groups} groups, and the weight {inputs} inputs"
+            )
+        make = partial(_decoded_gptq, shape=(outputs, inputs), bits=self._bits, offset=self._offset)
+        return _source(name, words, (outputs, inputs), Making(parts, make))
+
+
+class Awq(Quantisation):
+    """AWQ for its GEMM kernel: a word holds codes of one input."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """Take the `quantization_config` of a checkpoint.
+
+        Raises:
+            ModelError: It is for another kernel, or not of 4 bits.
+        """
+        value_of(values, "bits", lambda bits: bits == 4, where)
+        value_of(values, "version", lambda found: str(found or "gemm").lower() == "gemm", where)
+
+    def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
+        """Return the matrix whose codes a tensor is; see `Quantisation`."""
+        words = sources[key]
+        if not key.endswith(".qweight"):
+            return None
+        name = key.removesuffix("qweight")
+        scales, zeros = (part(sources, name + each, words) for each in ("scales", "qzeros"))
+        inputs, outputs = words.shape[0], 8 * words.shape[1]
+        groups = scales.shape[0]
+        require_shape(scales, (groups, outputs))
+        require_shape(zeros, (groups, words.shape[1]))
+        if groups == 0 or inputs % groups:
+            raise ModelError(
+                f"{scales.file}: {scales.key} has {groups} groups, and the weight {inputs} inputs"
+            )
+        making = Making(
+            {"codes": words, "scales": scales, "zeros": zeros}, partial(_decoded_awq, shape=(outputs, inputs))
+        )
+        return _source(name, words, (outputs, inputs), making)
+
+
+def packed_weight(
+    key: str, sources: Mapping[str, Source], shape: tuple[int, int], *, bits: int, is_symmetric: bool
+) -> Source:
+    """Return the weight of compressed-tensors' words, which hold codes of one output.
+
+    Args:
+        key: The key of the words, (rows, words).
+        sources: The tensors of the files.
+        shape: (rows, columns) of the weight.
+        bits: The bits of a code.
+        is_symmetric: Whether codes are around half of their range; else zero points are given.
+
+    Raises:
+        ModelError: The parts do not belong together.
+    """
+    words, name = sources[key], key.removesuffix("weight_packed")
+    scales = part(sources, name + "weight_scale", words)
+    (rows, columns), per_word = shape, 32 // bits
+    require_shape(words, (rows, -(-columns // per_word)))
+    groups = scales.shape[-1] if len(scales.shape) == 2 else 1
+    require_shape(scales, (rows, groups), (1, groups), (1,))
+    parts = {"codes": words, "scales": scales}
+    if not is_symmetric:
+        parts["zeros"] = part(sources, name + "weight_zero_point", words)
+        require_shape(parts["zeros"], (-(-rows // per_word), groups))
+    if name + "weight_g_idx" in sources:
+        parts["groups"] = sources[name + "weight_g_idx"]
+        require_shape(parts["groups"], (columns,))
+    elif columns % groups:
+        raise ModelError(f"{scales.file}: {scales.key} has {groups} groups, and the weight {columns} columns")
+    return _source(name, words, shape, Making(parts, partial(_decoded_packed, shape=shape, bits=bits)))
+
+
+def _source(name: str, words: Source, shape: tuple[int, int], making: Making) -> Source:
+    if words.dtype not in ("I32", "U32"):
+        raise ModelError(
+            f"{words.file}: {words.key} has dtype {words.dtype}; its codes are in words of int32"
+        )
+    return Source(key=name + "weight", file=words.file, shape=shape, dtype="BF16", making=making)
+
+
+def _groups(parts: Parts, length: int, groups: int) -> Tensor:
+    """Return the group of each input.
+
+    Raises:
+        ModelError: A group is none of the scales'.
+    """
+    if "groups" not in parts:
+        return torch.arange(length) // (length // groups)
+    found = parts["groups"].long()
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < groups:
+        if not (found < 0).all():  # -1 for all: they are in order
+            raise ModelError(f"g_idx names group {int(found.max())}, and there are {groups} groups of scales")
+        return torch.arange(length) // (length // groups)
+    return found
+
+
+def _decoded_gptq(parts: Parts, shape: tuple[int, int], bits: int, offset: int) -> Tensor:
+    outputs, inputs = shape
+    scales = parts["scales"].float().T
+    zeros = unpacked(parts["zeros"], bits, outputs).T + offset
+    group = _groups(parts, inputs, scales.shape[1])
+
+    def rows(_: int, piece: slice) -> Tensor:
+        codes = unpacked(parts["codes"][:, piece].T, bits, inputs)
+        return (codes - zeros[piece][:, group]) * scales[piece][:, group]
+
+    return by_rows(shape, rows)
+
+
+def _decoded_awq(parts: Parts, shape: tuple[int, int]) -> Tensor:
+    inputs = shape[1]
+    scales = parts["scales"].float().T
+    group = torch.arange(inputs) // (inputs // scales.shape[1])
+
+    def in_order(words: Tensor) -> Tensor:
+        codes = unpacked(words, 4, 8 * words.shape[1])
+        return codes.view(len(words), -1, 8)[:, :, _AWQ_ORDER].flatten(1)
+
+    zeros = in_order(parts["zeros"]).T
+
+    def rows(_: int, piece: slice) -> Tensor:
+        first, last = piece.start // 8, -(-piece.stop // 8)
+        codes = in_order(parts["codes"][:, first:last]).T[piece.start - 8 * first :][
+            : piece.stop - piece.start
+        ]
+        return (codes - zeros[piece][:, group]) * scales[piece][:, group]
+
+    return by_rows(shape, rows)
+
+
+def _decoded_packed(parts: Parts, shape: tuple[int, int], bits: int) -> Tensor:
+    height, width = shape
+    scales = parts["scales"].float()
+    scales = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1).expand(height, -1)
+    group = _groups(parts, width, scales.shape[1])
+    middle = 1 << (bits - 1)
+    zeros = torch.full((height, scales.shape[1]), middle, dtype=torch.int32)
+    if "zeros" in parts:  # they are packed along the rows
+        zeros = unpacked(parts["zeros"].T, bits, height).T
+
+    def rows(_: int, piece: slice) -> Tensor:
+        codes = unpacked(parts["codes"][piece], bits, width)
+        return (codes - zeros[piece][:, group]) * scales[piece][:, group]
+
+    return by_rows(shape, rows)

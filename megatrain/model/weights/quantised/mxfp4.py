@@ -1,0 +1,52 @@
+"""Experts in MXFP4 as gpt-oss has them: blocks of 32 values of 4 bits, each with a power of two as its scale.
+
+The files have rows of outputs, and the model rows of inputs, so a weight is transposed too.
+
+Source: OCP Microscaling Formats (MX) Specification v1.0, 5.3.3 (E2M1), 5.4.1 (E8M0) and 6.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.model.weights.convert import Making, Source
+from megatrain.model.weights.quantised.arithmetic import fp4, powers
+from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, part, require_shape
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+_BYTES = 16
+"""Of a block of 32 values."""
+
+
+class Mxfp4(Quantisation):
+    """The experts of gpt-oss."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """Take the `quantization_config` of a checkpoint, which says nothing of its weights."""
+
+    def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
+        """Return the stack of matrices whose blocks a tensor is; see `Quantisation`."""
+        blocks = sources[key]
+        if not key.endswith(_BLOCKS) or blocks.dtype != "U8":
+            return None
+        name = key.removesuffix(_BLOCKS)
+        scales = part(sources, name + _SCALES, blocks)
+        require_shape(blocks, (*blocks.shape[:3], _BYTES))
+        require_shape(scales, blocks.shape[:3])
+        experts, rows, groups = scales.shape
+        shape = (experts, 2 * _BYTES * groups, rows)
+        making = Making({"codes": blocks, "scales": scales}, partial(_decoded, shape=shape))
+        return Source(key=name, file=blocks.file, shape=shape, dtype="BF16", making=making)
+
+
+def _decoded(parts: Parts, shape: tuple[int, ...]) -> Tensor:
+    made = torch.empty(shape, dtype=torch.bfloat16)
+    for expert, codes, scales in zip(made, parts["codes"], parts["scales"], strict=True):
+        expert.copy_((fp4(codes) * powers(scales)[..., None]).flatten(1).T)
+    return made
