@@ -204,11 +204,14 @@ def test_sample_prints_the_text(calls: list[tuple[Any, ...]], capsys: pytest.Cap
 def test_export_and_quickstart_are_called(calls: list[tuple[Any, ...]]) -> None:
     assert run("export", "runs/a", "out") == 0
     assert run("export", "runs/a", "out", "--max-shard-size", "2GiB") == 0
+    assert run("export", "runs/a", "out", "--merge", "--format", "fp8") == 0
     assert run("quickstart", "--out", "q") == 0
     assert run("quickstart") == 0
+    places = (Path("runs/a"), Path("out"))
     assert calls == [
-        ("export_run", Path("runs/a"), Path("out"), {"merges": False, "max_shard_bytes": None}),
-        ("export_run", Path("runs/a"), Path("out"), {"merges": False, "max_shard_bytes": 2 << 30}),
+        ("export_run", *places, {"merges": False, "max_shard_bytes": None, "quantised": None}),
+        ("export_run", *places, {"merges": False, "max_shard_bytes": 2 << 30, "quantised": None}),
+        ("export_run", *places, {"merges": True, "max_shard_bytes": None, "quantised": "fp8"}),
         ("quickstart", Path("q"), print, {}),
         ("quickstart", None, print, {}),
     ]

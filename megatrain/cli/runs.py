@@ -132,6 +132,10 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="5GB", help="Split the weights into files of at most this.")
     ] = None,
+    quantised: Annotated[
+        str | None,
+        typer.Option("--format", metavar="mxfp4|fp8", help="Quantise it as the checkpoint it began with is."),
+    ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="REPO", help="Send it to the Hugging Face hub too, as org/name.")
     ] = None,
@@ -139,14 +143,15 @@ def export(
     """Write the model of a run's newest checkpoint, or its adapters, as Hugging Face and PEFT save them.
 
     With eval.load_best it is that of the best one, as in hf/ of the run.
-    A repository that --push makes is private.
+    A repository that --push makes is private. Weights are in bf16 (of fp32 runs, in fp32), or with --format
+    in the files, names and scales of the quantised checkpoint in model.path.
     """
     from megatrain.config.sizes import parse_bytes
     from megatrain.train.outputs.export import export_run
     from megatrain.train.outputs.push import push as send
 
     shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
-    export_run(run, out, merges=merge, max_shard_bytes=shard_bytes)
+    export_run(run, out, merges=merge, max_shard_bytes=shard_bytes, quantised=quantised)
     print(out if push is None else send(out, push))
 
 

@@ -55,6 +55,8 @@ class Making:
     parts: Mapping[str, Source]
     make: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     """The function that is given the tensors of the parts."""
+    encode: Callable[[Mapping[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]] | None = None
+    """The function that returns new codes and scales of a value, given the old ones; None: nobody does."""
 
 
 @dataclass(kw_only=True, slots=True)

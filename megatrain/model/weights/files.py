@@ -106,7 +106,7 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
         ModelError: The directory is refused, as by `checkpoint_files`.
     """
     sizes = Counter({torch.float32: 0})
-    for source in _read_sources(Path(path), checkpoint_files(path)).values():
+    for source in read_sources(Path(path), checkpoint_files(path)).values():
         if source.dtype in FLOAT_DTYPES:
             sizes[FLOAT_DTYPES[source.dtype]] += prod(source.shape)
     return sizes.most_common(1)[0][0]
@@ -138,7 +138,7 @@ class PlannedWeights:
         """
         self.model, self._path = model, Path(path)
         self.files = checkpoint_files(path)
-        sources = _read_sources(self._path, self.files)
+        sources = read_sources(self._path, self.files)
         self.conversions, unexpected = plan_conversions(model, sources)
         _check_targets(model, self.conversions, self._path)
         self.untouched = _without_constants(model, unexpected)
@@ -251,19 +251,24 @@ def _is_allowed_link(directory: Path, file: Path) -> bool:
     return root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
 
 
-def _read_sources(directory: Path, files: list[Path]) -> dict[str, Source]:
+def read_sources(directory: Path, files: list[Path]) -> dict[str, Source]:
     """Return the tensors of a checkpoint, in bf16 what is quantised there.
 
     Raises:
         ModelError: Files and index do not agree, or codes and scales do not belong together.
     """
-    sources = _read_headers(files)
+    sources = read_headers(files)
     _check_index(directory, sources)
     quantisation = quantisation_of(directory)
     return sources if quantisation is None else quantisation.weights(sources)
 
 
-def _read_headers(files: list[Path]) -> dict[str, Source]:
+def read_headers(files: list[Path]) -> dict[str, Source]:
+    """Return the tensors of safetensors files by key, as their headers describe them.
+
+    Raises:
+        ModelError: A file cannot be read, or a key is in two of them.
+    """
     sources: dict[str, Source] = {}
     for file in files:
         with open_weights(file) as handle:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatrain.checkpoint.format import FileEntry, Manifest
 from megatrain.checkpoint.load import find_step, newest_whole, verify
+from megatrain.config.reading import read_config
 from megatrain.errors import CheckpointError, ConfigError, OutputError, os_errors
 from megatrain.files import (
     copy_file_durably,
@@ -90,7 +91,14 @@ def find_best(checkpoints: Path, step: int) -> Path:
     )
 
 
-def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: int | None = None) -> None:
+def export_run(
+    run: Path,
+    out: Path,
+    *,
+    merges: bool = False,
+    max_shard_bytes: int | None = None,
+    quantised: str | None = None,
+) -> None:
     """Write the model of a run, or its adapters, into a new or empty directory.
 
     Args:
@@ -98,10 +106,13 @@ def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: i
         out: The directory for the model.
         merges: Whether to write the base with the adapters merged into it, in the types of the base.
         max_shard_bytes: The size from which the weights are split; None means 5 GB, or as they are.
+        quantised: The format of the checkpoint that the run began with, in which to write the model; None:
+            it is not quantised.
 
     Raises:
         CheckpointError: There is no whole checkpoint.
-        ConfigError: The run to merge has no adapters, or adapters are to be split.
+        ConfigError: The run to merge has no adapters, adapters are to be split or quantised, or the
+            checkpoint is in another format.
         OutputError: `out` is not empty or cannot be written; nothing is left half-written.
         ModelError: The base of the adapters cannot be read.
     """
@@ -112,6 +123,8 @@ def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: i
         raise ConfigError(f"{run} has trained the whole model, which has nothing to merge; leave --merge out")
     if max_shard_bytes is not None and has_adapters and not merges:
         raise ConfigError("adapters are one file; --max-shard-size is for models: add --merge, or drop it")
+    if quantised is not None:
+        require_writable(quantised, is_model=merges or not has_adapters, is_split=max_shard_bytes is not None)
     with os_errors("use", out):
         if out.is_symlink():
             raise OutputError(f"{out} is a symbolic link; give a new directory")
@@ -128,7 +141,59 @@ def export_run(run: Path, out: Path, *, merges: bool = False, max_shard_bytes: i
         from megatrain.model.adapters.merge import write_model_of
 
         write, anew = partial_of(write_model_of, max_shard_bytes=max_shard_bytes or SHARD_BYTES), _WEIGHTS
+    if quantised is not None:
+        write, anew = partial_of(_write_quantised, method=quantised, make=write), _WEIGHTS
     export_model(source, out, partial, card=model_card(run, is_merged=merges), write=write, anew=anew)
+
+
+def require_writable(method: str, *, is_model: bool, is_split: bool) -> None:
+    """Refuse to write in a format that is none, or what has no such format.
+
+    Raises:
+        ConfigError: The sentence says what.
+    """
+    from megatrain.model.weights.requantise import WRITTEN
+
+    if method not in WRITTEN:
+        raise ConfigError(
+            f"--format {method} is not written; use {' or '.join(WRITTEN)}, or leave it out (bf16)"
+        )
+    if not is_model:
+        raise ConfigError("adapters are not quantised; add --merge, or leave --format out")
+    if is_split:
+        raise ConfigError("--format writes the files of the checkpoint; leave --max-shard-size out")
+
+
+def _write_quantised(
+    source: Path, out: Path, *, method: str, make: Callable[[Path, Path], None] | None
+) -> None:
+    """Write a model as the quantised checkpoint that it began with has it.
+
+    Args:
+        source: The checkpoint of the run.
+        out: The directory for the model.
+        method: The format.
+        make: The function that makes the model of the source; None: it is there.
+    """
+    from megatrain.model.weights.files import model_directory
+    from megatrain.model.weights.requantise import write_like
+
+    place = _model_path(source)
+    checkpoint, trained = model_directory(place), source
+    if make is not None:
+        trained = out / ".whole"
+        make_private_directory(trained)
+        make(source, trained)
+    write_like(checkpoint, trained, out, method)
+    if make is not None:
+        shutil.rmtree(trained)
+
+
+def _model_path(source: Path) -> str:
+    """Return the model that a run began with, as its settings name it."""
+    settings = source.parents[1] / "config.yaml"
+    found = verify(source, digests=False).meta["config"]["model"]["path"]
+    return str(read_config(settings)["model"]["path"]) if settings.exists() else str(found)
 
 
 def _write_shareable(source: Path, out: Path) -> None:

@@ -43,6 +43,31 @@ def repeated(scales: Tensor, times: int, length: int) -> Tensor:
     return scales.repeat_interleave(times, dim=1)[:, :length]
 
 
+LARGEST_FP4 = 6.0
+
+
+def fp4_codes(values: Tensor) -> Tensor:
+    """Return the nearest E2M1 codes of fp32 values, of two as near the even one, two in a byte.
+
+    Args:
+        values: (..., 2 N), of which larger ones than 6 become 6.
+
+    Returns:
+        (..., N) bytes.
+    """
+    size = values.abs()
+    codes = values.signbit().to(torch.uint8) << 3
+    for number, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        codes += size >= middle if number % 2 else size > middle
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def power_for(largest: Tensor, most: float) -> Tensor:
+    """Return the codes of the smallest powers of two with which the largest values are at most `most`."""
+    exponents = (largest.double() / most).log2().ceil()
+    return (exponents.clamp(-127, 127) + 127).to(torch.uint8)
+
+
 @cache
 def _pairs() -> Tensor:
     """Return the two values of each byte, that of the low four bits first, as two bf16 in one int32."""

@@ -28,9 +28,9 @@ FORMATS: Mapping[Any, Callable[[Mapping[str, Any], str], Quantisation]] = {
     "bitsandbytes": BitsAndBytes,
 }
 
-_KEYS = ("quantization_config", "compression_config")
+CONFIG_KEYS = ("quantization_config", "compression_config")
 
-_OF_MODELOPT = "hf_quant_config.json"
+OF_MODELOPT = "hf_quant_config.json"
 """The file of ModelOpt, which older checkpoints have in place of a `quantization_config`."""
 
 
@@ -45,7 +45,7 @@ def quantisation_in(values: Mapping[str, Any], where: str) -> Quantisation | Non
         ModelError: They are quantised in a way that is not read.
     """
     for level in levels(values):
-        for key in _KEYS:
+        for key in CONFIG_KEYS:
             found = level.get(key)
             if found:
                 return _made(found, f"{where}: config.json has a {key}", where)
@@ -61,8 +61,18 @@ def quantisation_of(directory: Path) -> Quantisation | None:
     found = quantisation_in(_read(directory / "config.json"), str(directory))
     if found is not None:
         return found
-    values = _read(directory / _OF_MODELOPT).get("quantization")
-    return None if not values else _made({"quant_method": "modelopt"} | values, _OF_MODELOPT, str(directory))
+    values = _read(directory / OF_MODELOPT).get("quantization")
+    return None if not values else _made({"quant_method": "modelopt"} | values, OF_MODELOPT, str(directory))
+
+
+def method_of(directory: Path) -> str | None:
+    """Return the `quant_method` of a model directory; None: it has none."""
+    for level in levels(_read(directory / "config.json")):
+        for key in CONFIG_KEYS:
+            if isinstance(level.get(key), dict):
+                found = level[key].get("quant_method")
+                return str(found) if found else None
+    return None
 
 
 def _made(values: Any, what: str, where: str) -> Quantisation:

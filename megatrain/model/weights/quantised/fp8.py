@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, powers, repeated, stacked
+from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, power_for, powers, repeated, stacked
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, value_of
 
 CODES = ("F8_E4M3", "F8_E5M2")
@@ -82,12 +82,13 @@ def fp8_weight(codes: Source, scales: Source, block: Any = None, *, is_fp4: bool
     if scales.dtype not in ("F32", "BF16", "F16", "F8_E8M0", "U8"):
         raise ModelError(f"{scales.file}: {scales.key} has dtype {scales.dtype}, which scales never have")
     made = partial(_decoded, shape=shape, block=size, is_fp4=is_fp4)
+    encode = None if is_fp4 else partial(_encoded, block=size)
     return Source(
         key=codes.key,
         file=codes.file,
         shape=shape,
         dtype="BF16",
-        making=Making({"codes": codes, "scales": scales}, made),
+        making=Making({"codes": codes, "scales": scales}, made, encode),
     )
 
 
@@ -135,6 +136,56 @@ def _decoded(parts: Parts, shape: tuple[int, ...], block: tuple[int, int], *, is
         return values.float() * repeated(of_rows, width, matrix[-1])
 
     return by_rows(matrix, rows).view(shape)
+
+
+def _encoded(old: Parts, value: Tensor, block: tuple[int, int]) -> dict[str, Tensor]:
+    """Return the codes and scales of a value; see `megatrain.model.weights.requantise`."""
+    height, width = block
+    codes, grid = old["codes"].clone(), old["scales"].clone()
+    matrix = codes.shape if codes.ndim > 1 else (*codes.shape, 1)
+    size = -(-matrix[-2] // height), -(-matrix[-1] // width)
+    most = torch.finfo(codes.dtype).max
+    before = _decoded(old, tuple(codes.shape), block, is_fp4=False)
+    stack = [each.reshape(-1, *matrix[-2:]) for each in (codes, before, value)]
+    scales = grid.view(-1, *size)
+    for number in range(len(scales)):
+        of_all = slice(None) if len(scales) == 1 else slice(number, number + 1)
+        of_codes, old_values, values = (each[of_all] for each in stack)
+        is_new, largest = _blocks_of(old_values.float(), values.float(), block, size)
+        fits = largest <= most * _as_floats(scales[number])
+        new = _scales_for(largest, most, scales[number])
+        scales[number] = torch.where(is_new & ~fits, new, scales[number].view(new.dtype)).view(grid.dtype)
+        rows, columns = torch.arange(matrix[-2]) // height, torch.arange(matrix[-1]) // width
+        factor = _as_floats(scales[number])[rows][:, columns]
+        encoded = (values.float() / factor).clamp(-most, most).to(codes.dtype)
+        changed = is_new[rows][:, columns].expand(of_codes.shape)
+        as_bytes = of_codes.view(torch.uint8)
+        as_bytes.copy_(torch.where(changed, encoded.view(torch.uint8), as_bytes))
+    return {"codes": codes, "scales": grid}
+
+
+def _blocks_of(
+    before: Tensor, values: Tensor, block: tuple[int, int], size: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return of each block whether a value has changed, and the largest one, for a stack of matrices."""
+    more = (0, size[1] * block[1] - values.shape[-1], 0, size[0] * block[0] - values.shape[-2])
+
+    def largest(sizes: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(sizes, more)
+        return padded.view(len(sizes), size[0], block[0], size[1], block[1]).amax((0, 2, 4))
+
+    return largest((values != before).float()) > 0, largest(values.abs())
+
+
+def _scales_for(largest: Tensor, most: float, like: Tensor) -> Tensor:
+    """Return the smallest scales with which the largest values are at most `most`; E8M0 ones as bytes."""
+    if like.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return power_for(largest, most)
+    exact = largest.double() / most
+    scales = exact.to(like.dtype)
+    bits = scales.view(torch.int32 if like.dtype == torch.float32 else torch.int16)
+    bits += scales.double() < exact  # the next larger number has the next larger bits
+    return scales
 
 
 def _as_floats(scales: Tensor) -> Tensor:

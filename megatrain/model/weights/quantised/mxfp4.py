@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import fp4, powers
+from megatrain.model.weights.quantised.arithmetic import LARGEST_FP4, fp4, fp4_codes, power_for, powers
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, part, require_shape
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -41,8 +41,22 @@ class Mxfp4(Quantisation):
         require_shape(scales, blocks.shape[:3])
         experts, rows, groups = scales.shape
         shape = (experts, 2 * _BYTES * groups, rows)
-        making = Making({"codes": blocks, "scales": scales}, partial(_decoded, shape=shape))
+        making = Making({"codes": blocks, "scales": scales}, partial(_decoded, shape=shape), _encoded)
         return Source(key=name, file=blocks.file, shape=shape, dtype="BF16", making=making)
+
+
+def _encoded(old: Parts, value: Tensor) -> dict[str, Tensor]:
+    codes, scales = old["codes"].clone(), old["scales"].clone()
+    for expert, of_codes, of_scales in zip(value, codes, scales, strict=True):
+        values = expert.T.float().view(*of_scales.shape, 2 * _BYTES)
+        before = (fp4(of_codes) * powers(of_scales)[..., None]).float()
+        is_new = (values != before).any(-1)
+        largest = values.abs().amax(-1)
+        fits = largest <= LARGEST_FP4 * powers(of_scales).float()
+        of_scales.copy_(torch.where(is_new & ~fits, power_for(largest, LARGEST_FP4), of_scales))
+        new = fp4_codes(values / powers(of_scales).float()[..., None])
+        of_codes.copy_(torch.where(is_new[..., None], new, of_codes))
+    return {"codes": codes, "scales": scales}
 
 
 def _decoded(parts: Parts, shape: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatrain.errors import ModelError
-from megatrain.model.weights.files import _read_sources, checkpoint_files
+from megatrain.model.weights.files import checkpoint_files, read_sources
 from megatrain.model.weights.quantised import arithmetic
 from megatrain.model.weights.quantised.arithmetic import fp4, powers, unpacked
 from megatrain.model.weights.reading import NonFiniteError, open_weights, read_weights
@@ -33,7 +33,7 @@ def read(place: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) 
     with open_weights(files[0]) as handle:
         return {
             key: read_weights({files[0]: handle}, source).clone()
-            for key, source in _read_sources(place, files).items()
+            for key, source in read_sources(place, files).items()
         }
 
 
