@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 import megatrain
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.read_choice import read_choice
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.head.head import count_targets
+from megatrain.model.weights.parts import maker_of
 from megatrain.stream.engine import Engine
 from tests.families import VOCAB_SIZE
 
@@ -60,7 +61,7 @@ _MOST_KEPT = 64
 
 def _build(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: PreTrainedModel = maker_of(config).from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import ModelError
+from megatrain.model.weights.parts import beside_text
 
 _STREAMED_SHARE = 0.05
 """A list of layers with less than this share of the parameters (a small tower) stays resident."""
@@ -141,16 +142,6 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
     if fragments:
         inner = [fragment for block in inner for fragment in _split(block)]
     return [*inner, *outer]
-
-
-def beside_text(model: PreTrainedModel) -> set[int]:
-    """Return the ids of parameters that rows of text alone do not use: of towers beside a language model."""
-    config = model.config
-    if config.is_encoder_decoder or config.get_text_config() is config:
-        return set()
-    used = [model.get_decoder(), model.get_output_embeddings()]
-    ids = {id(parameter) for module in used if module is not None for parameter in module.parameters()}
-    return {id(parameter) for parameter in model.parameters()} - ids
 
 
 def is_beside(module: nn.Module, beside: set[int]) -> bool:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from megatrain.errors import ModelError, first_line
+from megatrain.model.weights.parts import class_of, maker_of
 from megatrain.model.weights.skeleton import parameters_on_meta
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ _WAYS = (
 )
 
 
-def try_small_model(config: PretrainedConfig, use: Callable[[PreTrainedModel], T]) -> T:
+def try_small_model(
+    config: PretrainedConfig, use: Callable[[PreTrainedModel], T], *, is_whole: bool = False
+) -> T:
     """Make a small model of a configuration, and return what a function finds with it.
 
     The caller's random state is untouched, and the model has the same values each time.
@@ -106,11 +108,13 @@ def try_small_model(config: PretrainedConfig, use: Callable[[PreTrainedModel], T
         config: The configuration of a causal language model; it is not changed.
         use: The function that is given the model, in evaluation mode, in fp32 on the CPU. If it cannot run
             the model, it is given one that was made in another way.
+        is_whole: Whether the class that is trained is made; else its language model alone, where transformers
+            has one.
 
     Raises:
         ModelError: No small model can be made, or none that runs.
     """
-    make, config = _language_part(config)
+    make, config = (maker_of(config).from_config, config) if is_whole else _language_part(config)
     values = config.to_dict()
     failed: list[str] = []
     with _quiet():
@@ -139,7 +143,7 @@ def _quiet() -> Iterator[None]:
 
 def _language_part(config: PretrainedConfig) -> tuple[Callable[..., PreTrainedModel], PretrainedConfig]:
     """Return what makes a language model, and the part of a configuration that it takes."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = class_of(config)
     try:
         text = config.get_text_config()
     except ValueError:  # there are several; which one is meant is for the model's class to say
@@ -147,7 +151,7 @@ def _language_part(config: PretrainedConfig) -> tuple[Callable[..., PreTrainedMo
     if text is not config and getattr(model_class, "config_class", None) is type(text):
         return model_class._from_config, text
     whole = type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForCausalLM.from_config, config if whole else text
+    return maker_of(config if whole else text).from_config, config if whole else text
 
 
 def _random(make: Callable[..., PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

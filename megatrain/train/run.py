@@ -27,6 +27,7 @@ from megatrain.hardware.health import MachineHealth
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.model.check import read_checked
 from megatrain.model.liger import uses_liger
+from megatrain.model.weights.files import model_directory, read_processor
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.optimizer import StreamedOptimizer
@@ -104,6 +105,8 @@ class Run:
     """The fingerprint of the model that has adapters; None if the run trains the model itself."""
     reference: str | None = None
     """The fingerprint of the model that answers are compared with; None if there is none."""
+    processor: Mapping[str, bytes] = field(default_factory=dict)
+    """The files of the model's processor of images, by name."""
 
     @property
     def is_complete(self) -> bool:
@@ -163,7 +166,7 @@ class Run:
         if has_adapters(self.engine.model):
             write_adapter(self.engine, self.tokenizer, directory, base=base_of(self.config))
         else:
-            write_model(self.engine, self.tokenizer, directory)
+            write_model(self.engine, self.tokenizer, directory, processor=self.processor)
         write_state(self.engine, directory)
 
     def restore(self, source: Path, meta: Mapping[str, Any]) -> None:
@@ -256,6 +259,7 @@ def prepare(
         caller.progress("reading the model's configuration, and checking its files")
         is_random = checkpoint is None and config.model.init == "random"
         model_config = read_checked(source, has_weights=not is_random and point.committed is None)
+        processor = {} if is_random or base is not None else read_processor(model_directory(source))
         caller.progress("reading and tokenising the data")
         day = None if earlier is None else earlier["data"].get("day")
         data = read_data(config, model_config, checkpoint=checkpoint, folder=caller.prepared, day=day)
@@ -364,6 +368,7 @@ def prepare(
         ),
         base=base,
         reference=None if reference is None else reference.model,
+        processor=processor,
         ranks=ranks,
     )
     if (

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from megatrain.model.weights.convert import Region
 from megatrain.model.weights.files import load_weights
+from megatrain.model.weights.parts import maker_of
 from megatrain.model.weights.skeleton import build_skeleton, persistent_buffers, tied_names
 
 
@@ -53,7 +54,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """Make a resident float32 model in which no two elements are likely to be equal."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = maker_of(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) / 8)

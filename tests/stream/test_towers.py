@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import megatrain
 from megatrain.model.blocks import find_blocks, group_layers
+from megatrain.model.documents.apart import why_not_apart
 from megatrain.model.profile.count import count_model
-from tests.model.weights.test_parts import gemma3
+from megatrain.model.weights.parts import freeze_beside_text
+from tests.model.weights.test_parts import IMAGES_AND_TEXT, gemma3
 from tests.reference import Batch, Resident, assert_same_bits, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients
 
@@ -44,6 +47,47 @@ def test_a_second_list_of_layers_streams_by_default() -> None:
         reference.step(optimizer.step().grad_norm, None)
     for name, parameter in model.named_parameters():
         assert_same_bits(parameter.detach(), reference.master(name), name)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("kind", IMAGES_AND_TEXT)
+def test_models_for_images_train_on_text_with_towers_frozen(kind: str, is_packed: bool) -> None:
+    """Three steps to the resident model's bits; the tower keeps its own."""
+    model = make_model(IMAGES_AND_TEXT[kind]())
+    if is_packed and why_not_apart(model.config):
+        pytest.skip(f"{kind}: documents in a row would see each other")
+    freeze_beside_text(model)
+    tower = {
+        name: value.detach().clone() for name, value in model.named_parameters() if not value.requires_grad
+    }
+    assert len(tower) > 20
+    reference = Resident(model, **HYPER)
+    engine = megatrain.attach(model)
+    optimizer = engine.adamw(**HYPER, max_grad_norm=None)
+    for step in range(3):
+        batches = make_batches(2, seed=step)
+        for batch in batches:
+            batch["input_ids"] %= 120  # type: ignore[index]
+        if is_packed:
+            positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(2, 16)
+            batches = [{**batch, "position_ids": positions, "use_cache": False} for batch in batches]
+        expected = reference.forward_backward(batches)
+        assert_same_bits(engine.forward_backward(batches), expected, f"loss of step {step}")
+        assert_same_gradients(engine, reference.sums, f"in step {step}")
+        reference.step(optimizer.step().grad_norm, None)
+    for name, parameter in model.named_parameters():
+        is_frozen = name in tower
+        assert_same_bits(parameter.detach(), tower[name] if is_frozen else reference.master(name), name)
+
+
+def test_documents_of_models_for_images_are_tried_and_not_read_from_their_code() -> None:
+    """Of three positions of a token Qwen2.5-VL makes no documents, and nothing in its code says so."""
+    found = {kind: why_not_apart(make()) for kind, make in IMAGES_AND_TEXT.items()}
+    assert found.pop("qwen2_5_vl") == (
+        "in the qwen2_5_vl model tokens see those of other documents in their row"
+    )
+    assert "carry a state from token to token" in str(found.pop("qwen3_5"))
+    assert found == dict.fromkeys(("qwen3_vl", "mistral3", "llava"))
 
 
 def test_layers_that_text_does_not_pass_are_counted_by_their_size_alone() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME, encode_config
+from megatrain.model.weights.parts import beside_text
 from megatrain.model.weights.reading import open_weights, require_finite
 from megatrain.model.weights.skeleton import tied_names
 
@@ -89,11 +91,24 @@ def lora_config(model: PreTrainedModel, lora: LoraChoice) -> Any:
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if is_short else list(lora.target_modules),
+        exclude_modules=_in_frozen_towers(model),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=whole or None,
         task_type="CAUSAL_LM",
     )
+
+
+def _in_frozen_towers(model: PreTrainedModel) -> str | None:
+    """Return the pattern of the names of modules in towers that are frozen; None: there are none."""
+    beside = beside_text(model)
+    towers: list[str] = []
+    for path, module in model.named_modules():
+        held = [*module.parameters()]
+        is_inside = any(path.startswith(f"{tower}.") for tower in towers)
+        if held and not is_inside and all(id(each) in beside and not each.requires_grad for each in held):
+            towers.append(path)
+    return rf"(?:{'|'.join(map(re.escape, towers))})(?:\..*)?" if towers else None
 
 
 def add_adapters(model: PreTrainedModel, config: Any) -> None:

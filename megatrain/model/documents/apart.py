@@ -13,11 +13,17 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from megatrain.errors import ModelError
 from megatrain.model.documents.able import why_not_without_mask
 from megatrain.model.documents.begins import hands_on, is_flash, is_ours, not_handed_on
+from megatrain.model.small import SPECIAL_TOKENS, try_small_model
+from megatrain.model.weights.parts import class_of, maker_of
+
+_MOST_DIFFERENCE = 1e-3
+"""The allowed difference of logits, as a part of their spread; documents that see each other make 0.1."""
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -36,10 +42,35 @@ def why_not_apart(config: PretrainedConfig) -> str | None:
         return None if hands_on(config) else not_handed_on(config)
     if is_ours(config) and (why := why_not_without_mask(config)) is not None:
         return f"attention without a mask cannot do {why}"
-    calls = list(_mask_calls(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
+    if maker_of(config) is not AutoModelForCausalLM:
+        return _why_not_tried(config)
+    model_class = class_of(config)
+    calls = [] if model_class is None else list(_mask_calls(model_class))
     if not calls or not all(calls):
         return f"the {text_config.model_type} model makes its masks without positions"
     return None
+
+
+def _why_not_tried(config: PretrainedConfig) -> str | None:
+    """Say why documents are not apart in a class for images and text; a small model of it is asked."""
+    try:
+        difference = try_small_model(config, _difference, is_whole=True)
+    except ModelError as error:
+        return f"nobody can try the {config.model_type} model: {error}"
+    if difference < _MOST_DIFFERENCE:
+        return None
+    return f"in the {config.model_type} model tokens see those of other documents in their row"
+
+
+def _difference(model: PreTrainedModel) -> float:
+    """Return how much the logits of a document change by another one ahead of it in the row."""
+    lengths = 5, 7
+    tokens = torch.arange(sum(lengths))[None] * 7 % 40 + SPECIAL_TOKENS
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad():
+        row = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, lengths[0] :]
+        alone = model(input_ids=tokens[:, lengths[0] :], use_cache=False).logits
+    return float((row - alone).abs().max() / alone.std())
 
 
 def why_not_by_position(config: PretrainedConfig) -> str | None:
@@ -50,7 +81,7 @@ def why_not_by_position(config: PretrainedConfig) -> str | None:
     """
     text_config = config.get_text_config()
     name = text_config.model_type
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = class_of(config)
     if model_class is None:
         return f"the code of the {name} model is not known"
     others = sorted(set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION)

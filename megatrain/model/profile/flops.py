@@ -20,7 +20,8 @@ from torch import nn
 
 from megatrain.config.policies import Policy
 from megatrain.errors import warn_once
-from megatrain.model.blocks import beside_text, is_beside
+from megatrain.model.blocks import is_beside
+from megatrain.model.weights.parts import beside_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

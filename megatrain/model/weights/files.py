@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError, first_line
+from megatrain.errors import ModelError, first_line, os_errors
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
 from megatrain.model.weights.generation import read_generation_config
@@ -37,6 +37,10 @@ INDEX_NAME = "model.safetensors.index.json"
 
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
+_PROCESSOR_NAMES = (
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    "chat_template.json",
+)
 _FETCHED_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _COMPARED_ELEMENTS = 1 << 20
 _NAMES_SHOWN = 4
@@ -70,6 +74,17 @@ def model_directory(path_or_id: str | Path) -> Path:
         raise ModelError(no_directory(path_or_id))
     with asking_hub(str(path_or_id), "it"):
         return Path(snapshot_download(str(path_or_id), allow_patterns=_FETCHED_PATTERNS))
+
+
+def read_processor(directory: Path) -> dict[str, bytes]:
+    """Return the files of a model directory that say how images become tokens, which training leaves alone.
+
+    Raises:
+        ModelError: One cannot be read.
+    """
+    found = [directory / name for name in _PROCESSOR_NAMES if (directory / name).is_file()]
+    with os_errors("read", directory, ModelError):
+        return {file.name: file.read_bytes() for file in found}
 
 
 def has_weights(path: str | Path) -> bool:

@@ -1,13 +1,16 @@
-"""Refuses configurations of a model that has parts beside its causal language model.
+"""The class that is trained of a configuration: its causal language model, or the whole with its towers.
 
-Such a part is a vision tower, or the encoder before a decoder. transformers builds the language model alone,
-so the weights of the rest would be read by nobody, and missing from what is exported.
+transformers builds a causal language model of many configurations that have a tower for images beside it. The
+weights of the tower would be read by nobody, and missing from what is exported. So the class for images and
+text is built where that is the whole model; rows of text do not pass its towers, which are frozen.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -16,26 +19,63 @@ from transformers.models.auto.modeling_auto import (
 from megatrain.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
-def refuse_parts(config: PretrainedConfig, where: str = "") -> None:
-    """Refuse a configuration whose causal language model is not the whole model.
+def maker_of(config: PretrainedConfig, where: str = "") -> Any:
+    """Return the auto class of transformers whose `from_config` makes the model that is trained.
 
     Args:
         config: The configuration as it was read.
-        where: The words with which the sentence begins.
+        where: The words with which a sentence begins.
 
     Raises:
-        ModelError: The model has parts that would be left out; they are named.
+        ModelError: It is no decoder, or has parts that no class for images and text has; they are named.
     """
-    parts = _parts_left_out(config)
-    if parts:
-        raise ModelError(
-            f"{where}{config.model_type} has parts beside its causal language model ({', '.join(parts)}), "
-            "which would be lost: that alone would be trained and exported. Such models are not trained yet; "
-            "give one that is a causal language model alone"
-        )
+    kind, parts = type(config), _parts_left_out(config)
+    if not parts:
+        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(f"{where}transformers has no causal language model for {kind.__name__}")
+        return AutoModelForCausalLM
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
+        model_class = _classes(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind])[0]
+        images = inspect.signature(model_class.forward).parameters.get("pixel_values")
+        if images is not None and images.default is inspect.Parameter.empty:
+            raise ModelError(
+                f"{where}{model_class.__name__} takes no rows without images, and rows with images are not "
+                "trained yet"
+            )
+        return AutoModelForImageTextToText
+    raise ModelError(
+        f"{where}{config.model_type} has parts beside its causal language model ({', '.join(parts)}), "
+        "which would be lost: that alone would be trained and exported. Such models are not trained yet; "
+        "give one that is a causal language model alone"
+    )
+
+
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that `maker_of` makes, the first one where it may be several; None: it makes none."""
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if _parts_left_out(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    found = mapping.get(type(config), None)
+    return _classes(found)[0] if found is not None else None
+
+
+def beside_text(model: PreTrainedModel) -> set[int]:
+    """Return the ids of parameters that rows of text alone do not use: of towers beside a language model."""
+    config = model.config
+    if config.is_encoder_decoder or config.get_text_config() is config:
+        return set()
+    used = [model.get_decoder(), model.get_output_embeddings()]
+    ids = {id(parameter) for module in used if module is not None for parameter in module.parameters()}
+    return {id(parameter) for parameter in model.parameters()} - ids
+
+
+def freeze_beside_text(model: PreTrainedModel) -> None:
+    """Freeze the parameters of towers beside a language model: rows of text give them no gradient."""
+    beside = beside_text(model)
+    for parameter in model.parameters():
+        if id(parameter) in beside:
+            parameter.requires_grad_(False)
 
 
 def _parts_left_out(config: PretrainedConfig) -> list[str]:

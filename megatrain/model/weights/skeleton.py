@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from megatrain.errors import ModelError, first_line, os_error_behind, os_sentence
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
-from megatrain.model.weights.parts import refuse_parts
+from megatrain.model.weights.parts import freeze_beside_text, maker_of
 from megatrain.model.weights.quantised.formats import quantisation_in
 from megatrain.model.weights.quantised.quantisation import levels
 
@@ -67,7 +67,7 @@ def read_config(path_or_id: str | Path, *, allows_file: bool = False) -> Pretrai
         if refused is not None:
             raise ModelError(os_sentence("read the configuration in", path_or_id, refused)) from error
         raise ModelError(f"{path_or_id}: config.json is not valid: {first_line(error)}") from error
-    refuse_parts(config, f"{path_or_id}: ")
+    maker_of(config, f"{path_or_id}: ")
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config  # weights are read in bf16
@@ -81,7 +81,8 @@ def build_skeleton(
 
     Buffers are real and hold what `from_pretrained` leaves in them; persistent ones hold their initial
     value until a checkpoint is loaded. Ties are kept, and the model is in evaluation mode. No weight is
-    allocated or drawn, and the caller's random state is untouched.
+    allocated or drawn, and the caller's random state is untouched. Of a class for images and text, what rows
+    of text do not use is frozen.
 
     Args:
         config: The configuration of a causal language model; it is copied.
@@ -93,11 +94,11 @@ def build_skeleton(
     Raises:
         ModelError: transformers has no causal language model for the configuration, or cannot build it.
     """
-    _check_config_class(config)
+    maker = _checked_maker(config)
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.random.fork_rng(devices=[]), no_init_weights(), parameters_on_meta():
         try:
-            model = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = maker.from_config(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
             )
         except Exception as error:  # a constructor fails in its own way on values that do not fit together
@@ -107,6 +108,8 @@ def build_skeleton(
             ) from error
     keep_float32(model, dtype)
     model.tie_weights(recompute_mapping=False)
+    if maker is not AutoModelForCausalLM:
+        freeze_beside_text(model)
     with torch.random.fork_rng(devices=[]):
         initialise_buffers(model)
     return model.eval()
@@ -215,7 +218,7 @@ def _check_config_values(values: dict[str, Any], where: str) -> None:
             )
 
 
-def _check_config_class(config: PretrainedConfig) -> None:
+def _checked_maker(config: PretrainedConfig) -> Any:
     if getattr(config, "auto_map", None):
         raise ModelError(
             f"the {config.model_type} configuration asks for remote code, which is never executed"
@@ -225,9 +228,7 @@ def _check_config_class(config: PretrainedConfig) -> None:
             f"the weights of this {config.model_type} model are quantised in memory; give its directory or "
             "hub id, whose weights are read in bf16"
         )
-    refuse_parts(config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"transformers has no causal language model for {type(config).__name__}")
+    return maker_of(config)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.checkpoint.load import read_safetensors
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.errors import CheckpointError, os_errors
-from megatrain.files import make_private_directory, matching_names, remove_tree
+from megatrain.files import make_private_directory, matching_names, remove_tree, write_bytes_durably
 from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.untouched import UNTOUCHED
 from megatrain.store.block_state import BlockState, view_entry
@@ -31,8 +31,20 @@ if TYPE_CHECKING:
 _STATE_DIR = "state"
 
 
-def write_model(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+def write_model(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    *,
+    processor: Mapping[str, bytes] | None = None,
+) -> None:
     """Write the working weights as a Hugging Face model directory, block by block, with its tokenizer.
+
+    Args:
+        engine: The engine of the model.
+        tokenizer: The tokenizer.
+        out: A directory without a model.
+        processor: The files that `read_processor` has read, which are written as they are.
 
     Raises:
         OutputError: The directory cannot be written.
@@ -56,6 +68,8 @@ def write_model(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path) -
     export_weights(model, out, groups=groups, read=read, untouched=model.__dict__.get(UNTOUCHED))
     with os_errors("write the tokenizer to", out):
         tokenizer.save_pretrained(out)
+    for name, content in (processor or {}).items():
+        write_bytes_durably(out / name, content)
 
 
 def write_state(engine: Engine, out: Path) -> None:

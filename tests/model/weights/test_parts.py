@@ -1,4 +1,4 @@
-"""Models with parts beside their language model: refused, or kept whole; never half of one in silence."""
+"""Models with parts beside their language model: whole, with towers that are frozen, or refused."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BartConfig,
     Gemma3Config,
     LlamaConfig,
+    LlavaConfig,
+    Mistral3Config,
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3VLConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.errors import ModelError
 from megatrain.model import small
-from megatrain.model.weights.parts import refuse_parts
+from megatrain.model.adapters.adapt import adapt
+from megatrain.model.weights.parts import maker_of
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 from tests.model.resident import load_bound, random_model
 from tests.model.test_causal import NOT_BUILT
@@ -56,9 +63,57 @@ def gemma3(**tower: Any) -> Gemma3Config:
 
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+_IDS = {
+    "image_token_id": 120,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
+}
+_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_IMAGES = {"image_size": 28, "patch_size": 14}
+
+
+def _sections(*lengths: int) -> dict[str, Any]:
+    """Return positions of three axes, time, height and width, in so many frequencies each."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(lengths)}}
+
+
+IMAGES_AND_TEXT: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={**TEXT, **_sections(1, 1, 2)}, vision_config=_VISION, **_IDS
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 8, **_sections(2, 1, 1)},
+        vision_config={**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        **_IDS,
+    ),
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config={
+            **TEXT,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        vision_config={**_VISION, "num_position_embeddings": 16},
+        **_IDS,
+    ),
+    "mistral3": lambda: Mistral3Config(
+        text_config={"model_type": "mistral", **TEXT, "head_dim": 8},
+        vision_config={"model_type": "pixtral", "head_dim": 8, **_TOWER, **_IMAGES},
+        image_token_index=120,
+    ),
+    "llava": lambda: LlavaConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", **_TOWER, **_IMAGES},
+        image_token_index=120,
+    ),
+}
+"""Configurations whose causal language model, if there is one, lacks the tower for images."""
+
 HALVES: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
-    "qwen3_5": (lambda: Qwen3_5Config(text_config=TEXT, vision_config=_VISION), "vision_config"),
-    "qwen2_5_vl": (lambda: Qwen2_5_VLConfig(text_config=TEXT), "vision_config"),
     "bart": (lambda: BartConfig(vocab_size=128, d_model=32), "an encoder: is_encoder_decoder"),
     "llama": (
         lambda: LlamaConfig(**TEXT, architectures=["SomeForConditionalGeneration"]),
@@ -81,9 +136,10 @@ def test_a_model_of_which_a_part_would_be_lost_is_refused(kind: str, tmp_path: P
 
 
 def test_a_text_model_of_such_a_kind_is_not_refused() -> None:
-    refuse_parts(Qwen3_5Config(text_config=TEXT).text_config)
-    refuse_parts(BartConfig(vocab_size=128, d_model=32, is_encoder_decoder=False))
-    refuse_parts(gemma3())
+    assert maker_of(Qwen3_5Config(text_config=TEXT).text_config) is AutoModelForCausalLM
+    assert maker_of(BartConfig(vocab_size=128, d_model=32, is_encoder_decoder=False)) is AutoModelForCausalLM
+    assert maker_of(gemma3()) is AutoModelForCausalLM
+    assert maker_of(Qwen3_5Config(text_config=TEXT, vision_config=_VISION)) is AutoModelForImageTextToText
 
 
 def kept_whole(config: PretrainedConfig, directory: Path) -> int:
@@ -99,6 +155,27 @@ def kept_whole(config: PretrainedConfig, directory: Path) -> int:
     assert kinds[0]["model_type"] == kinds[1]["model_type"]
     assert kinds[0]["architectures"] == kinds[1]["architectures"]
     return len(expected)
+
+
+@pytest.mark.parametrize("kind", IMAGES_AND_TEXT)
+def test_a_model_for_images_and_text_is_kept_whole_with_its_towers_frozen(kind: str, tmp_path: Path) -> None:
+    config = IMAGES_AND_TEXT[kind]()
+    assert kept_whole(config, tmp_path) > 50
+    model = build_skeleton(config, dtype=torch.float32)
+    assert type(model).__name__.endswith("ForConditionalGeneration")
+    frozen = {name.split(".")[1] for name, value in model.named_parameters() if not value.requires_grad}
+    assert frozen <= {"visual", "vision_tower", "multi_modal_projector"}
+    trained = {name.split(".")[1] for name, value in model.named_parameters() if value.requires_grad}
+    assert trained <= {"language_model", "weight"}, "and the head, where it is not tied"
+    assert "language_model" in trained
+
+
+def test_adapters_are_put_into_the_language_model_alone(tmp_path: Path) -> None:
+    model = build_skeleton(IMAGES_AND_TEXT["qwen3_vl"](), dtype=torch.float32)
+    adapt(model, Adaptation(lora=LoraChoice(r=2, alpha=4.0)))
+    adapted = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert len(adapted) == 2 * 7 * 4
+    assert all(name.startswith("model.language_model.layers.") for name in adapted)
 
 
 def test_a_model_that_is_whole_keeps_its_tower(tmp_path: Path) -> None:
@@ -126,7 +203,7 @@ def test_every_kind_with_parts_is_refused_or_kept_whole(tmp_path: Path) -> None:
             continue
         given = {"attn_config": {"kv_n_heads": 8, "rope_theta": 5e5}} if name == "dbrx" else {}
         try:
-            refuse_parts(kind(**given))
+            maker_of(kind(**given))
         except ModelError:
             refused |= {name} & {each.model_type for each in MODEL_FOR_CAUSAL_LM_MAPPING}
             continue
