@@ -39,7 +39,6 @@ _MEANT = {
     "generate": "sample",
     "infer": "sample",
     "inference": "chat",
-    "inspect": "data inspect",
     "list": "runs ls",
     "ls": "runs ls",
     "merge": "export --merge",

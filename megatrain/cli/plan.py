@@ -1,7 +1,8 @@
-"""The command `plan`: the needs of a run on a machine, before there is either."""
+"""The commands `plan` and `inspect`: the needs of a run on a machine, and what it would make of a model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from megatrain.cli.help import SettingsCommand
+from megatrain.cli.importing import importing
 from megatrain.cli.log import showing
 from megatrain.cli.machine import caller, planned_machine
 from megatrain.cli.settings import given_settings
@@ -22,8 +24,26 @@ if TYPE_CHECKING:
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add this command to the command line."""
+    """Add these commands to the command line."""
     app.command(cls=SettingsCommand)(plan)
+    app.command()(inspect)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub id.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what of a model would be trained, frozen, kept and exported, and how its files are quantised.
+
+    Its configuration, the headers of its files and its tokenizer are read, and no weight.
+    """
+    with showing("inspect") as doing:
+        doing("loading torch and transformers")
+        with importing():
+            from megatrain.train.commands.inspect_model import inspect_model
+
+        found = inspect_model(model)
+    print(json.dumps(found.json()) if as_json else "\n".join(found.lines()))
 
 
 def plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ def test_a_run_trains_text_and_keeps_towers_and_the_processor(tmp_path: Path) ->
     tokenizer().save_pretrained(place)
     (place / "preprocessor_config.json").write_text('{"image_processor_type": "PixtralImageProcessor"}')
     write_corpus(tmp_path / "corpus.txt")
-    settings = {
+    settings: dict[str, Any] = {
         "model": {"path": str(place), "init": "pretrained"},
         "data": {"seq_len": 16},
         "optim": {"warmup_steps": 0},

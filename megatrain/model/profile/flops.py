@@ -182,8 +182,15 @@ def active_parameters(model: PreTrainedModel) -> int:
 
 def _active_share(config: PretrainedConfig) -> float | None:
     """Return the share of the experts that a token passes; None: the config does not say."""
-    total, active = _first(config, _NUM_EXPERTS), _first(config, _NUM_ACTIVE)
-    return active / total if total and active else None
+    experts = experts_of(config)
+    return None if experts is None else experts[1] / experts[0]
+
+
+def experts_of(config: PretrainedConfig) -> tuple[int, int] | None:
+    """Return the experts of a layer and of a token; None: there are none, or the config does not say."""
+    text_config = config.get_text_config()
+    total, active = _first(text_config, _NUM_EXPERTS), _first(text_config, _NUM_ACTIVE)
+    return (total, active) if total and active else None
 
 
 def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
