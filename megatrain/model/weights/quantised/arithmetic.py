@@ -9,11 +9,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-_PIECE = 1 << 21
+_PIECE = 1 << 19
 """Elements that are computed at once."""
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of E2M1, by code: OCP Microscaling Formats (MX) v1.0, 5.3.3."""
+
+
+def rows_of_piece(width: int) -> int:
+    """Return how many rows of so many columns are computed at once."""
+    return max(_PIECE // max(width, 1), 1)
 
 
 def by_rows(shape: tuple[int, ...], rows: Callable[[int, slice], Tensor]) -> Tensor:
@@ -25,7 +30,7 @@ def by_rows(shape: tuple[int, ...], rows: Callable[[int, slice], Tensor]) -> Ten
     """
     height, width = shape[-2:]
     made = torch.empty((prod(shape[:-2]), height, width), dtype=torch.bfloat16)
-    length = max(_PIECE // max(width, 1), 1)
+    length = rows_of_piece(width)
     for number in range(len(made)):
         for start in range(0, height, length):
             piece = slice(start, min(start + length, height))
@@ -38,9 +43,18 @@ def stacked(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, *tensor.shape[-2:])
 
 
-def repeated(scales: Tensor, times: int, length: int) -> Tensor:
-    """Repeat each column: (rows, groups) become (rows, length), of which the last group may have fewer."""
-    return scales.repeat_interleave(times, dim=1)[:, :length]
+def scaled(values: Tensor, scales: Tensor, times: int) -> Tensor:
+    """Multiply values in place by the scales of their groups, of which the last one may have fewer.
+
+    Args:
+        values: (rows, columns) in fp32.
+        scales: (rows, groups).
+        times: The columns of a group.
+    """
+    whole = values.shape[1] // times
+    values[:, : whole * times].unflatten(1, (whole, times)).mul_(scales[:, :whole, None])
+    values[:, whole * times :].mul_(scales[:, whole:])
+    return values
 
 
 LARGEST_FP4 = 6.0

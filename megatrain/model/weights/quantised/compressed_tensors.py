@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import by_rows, repeated
+from megatrain.model.weights.quantised.arithmetic import by_rows, scaled
 from megatrain.model.weights.quantised.fp8 import CODES, fp8_weight
 from megatrain.model.weights.quantised.integers import packed_weight
 from megatrain.model.weights.quantised.nvfp4 import nvfp4_weight
@@ -121,11 +121,13 @@ def _decoded_int8(parts: Parts, shape: tuple[int, int]) -> Tensor:
         return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim == 2 else 1).expand(shape[0], -1)
 
     scales = whole(parts["scales"])
-    zeros = whole(parts["zeros"]) if "zeros" in parts else scales.new_zeros(()).expand(scales.shape)
+    zeros = whole(parts["zeros"]) if "zeros" in parts else None
     length = -(-shape[1] // scales.shape[1])
 
     def rows(_: int, piece: slice) -> Tensor:
         codes = parts["codes"][piece].float()
-        return (codes - repeated(zeros[piece], length, shape[1])) * repeated(scales[piece], length, shape[1])
+        if zeros is not None:
+            codes -= zeros[piece].repeat_interleave(length, dim=1)[:, : shape[1]]
+        return scaled(codes, scales[piece], length)
 
     return by_rows(shape, rows)

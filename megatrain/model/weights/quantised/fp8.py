@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, power_for, powers, repeated, stacked
+from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, power_for, powers, scaled, stacked
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, value_of
 
 CODES = ("F8_E4M3", "F8_E5M2")
@@ -133,7 +133,7 @@ def _decoded(parts: Parts, shape: tuple[int, ...], block: tuple[int, int], *, is
     def rows(number: int, piece: slice) -> Tensor:
         values = fp4(codes[number, piece]) if is_fp4 else codes[number, piece]
         of_rows = scales[number].index_select(0, torch.arange(piece.start, piece.stop) // height)
-        return values.float() * repeated(of_rows, width, matrix[-1])
+        return scaled(values.float(), of_rows, width)
 
     return by_rows(matrix, rows).view(shape)
 

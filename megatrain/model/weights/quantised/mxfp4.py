@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import LARGEST_FP4, fp4, fp4_codes, power_for, powers
+from megatrain.model.weights.quantised.arithmetic import (
+    LARGEST_FP4,
+    fp4,
+    fp4_codes,
+    power_for,
+    powers,
+    rows_of_piece,
+)
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, part, require_shape
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -61,6 +68,9 @@ def _encoded(old: Parts, value: Tensor) -> dict[str, Tensor]:
 
 def _decoded(parts: Parts, shape: tuple[int, ...]) -> Tensor:
     made = torch.empty(shape, dtype=torch.bfloat16)
+    length = rows_of_piece(shape[1])
     for expert, codes, scales in zip(made, parts["codes"], parts["scales"], strict=True):
-        expert.copy_((fp4(codes) * powers(scales)[..., None]).flatten(1).T)
+        pieces = (each.split(length) for each in (expert.T, codes, scales))
+        for values, of_codes, of_scales in zip(*pieces, strict=True):
+            values.copy_((fp4(of_codes).mul_(powers(of_scales)[..., None])).flatten(1))
     return made

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, repeated, stacked
+from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, scaled, stacked
 from megatrain.model.weights.quantised.quantisation import Parts, part, require_shape
 
 BLOCK = 16
@@ -50,6 +50,6 @@ def _decoded(parts: Parts, shape: tuple[int, ...], *, divides: bool) -> Tensor:
     def rows(number: int, piece: slice) -> Tensor:
         of_blocks = scales[number, piece].float()
         of_blocks = of_blocks / whole[number] if divides else of_blocks * whole[number]
-        return fp4(codes[number, piece]).float() * repeated(of_blocks, BLOCK, shape[-1])
+        return scaled(fp4(codes[number, piece]).float(), of_blocks, BLOCK)
 
     return by_rows(shape, rows)

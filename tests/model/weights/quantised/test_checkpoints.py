@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ from transformers import (
 
 import megatrain
 from megatrain.model.weights.skeleton import read_config
+from tests.forks import run_script
 from tests.model.resident import load_bound
+from tests.model.weights.test_files import PEAK_SCRIPT
 from tests.reference import make_batches
 from tests.stream.runs import HYPER
 
@@ -161,3 +164,29 @@ def export(model: PreTrainedModel, engine: Any, out: Path) -> dict[str, Tensor]:
     engine.sync()
     model.save_pretrained(out)
     return dict(AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).named_parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_loading_peaks_at_the_state_plus_one_tensor(kind: str, tmp_path: Path) -> None:
+    """From outside: codes are mapped, and a weight is made in pieces."""
+    config = copy.deepcopy(QUANTISED[kind][0])
+    config.hidden_size, config.intermediate_size, config.head_dim = 1024, 1024, 256
+    config.num_hidden_layers = 9 if kind == "fp8" else 4
+    config.num_local_experts = 8
+    if kind == "mxfp4":
+        config.layer_types = ["full_attention"] * 4
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tensors = QUANTISED[kind][1](load_file(tmp_path / "model.safetensors"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    largest = max(value.numel() * (4 if key.endswith("blocks") else 2) for key, value in tensors.items())
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": kind, **QUANTISED[kind][2]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    del tensors
+    run = run_script(PEAK_SCRIPT, tmp_path)
+    assert run.returncode == 0, run.stderr
+    peak, state = map(int, run.stdout.split())
+    assert state > 90e6
+    pieces_and_kernels = 12e6
+    assert state * 0.95 < peak < state * 1.05 + largest + pieces_and_kernels
