@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, Qwen3_5ForConditionalGeneration
+from transformers import BartForConditionalGeneration, BertConfig, BertModel
 
 from megatrain import cli
 from megatrain.errors import ModelError
@@ -85,6 +85,7 @@ def pickle_only(project: Path) -> None:
 def remote_code(project: Path) -> None:
     file = project / "model/config.json"
     config = json.loads(file.read_text())
+    config["model_type"] = "evil"
     config["auto_map"] = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
     file.write_text(json.dumps(config))
     (project / "model/evil.py").write_text(f"import os; os.mkdir({str(project / 'canary')!r})")
@@ -96,8 +97,8 @@ def encoder(project: Path) -> None:
     BertModel(BertConfig(**sizes, num_hidden_layers=2)).save_pretrained(project / "model")
 
 
-def tower(project: Path) -> None:
-    Qwen3_5ForConditionalGeneration(HALVES["qwen3_5"][0]()).save_pretrained(project / "model")
+def two_parts(project: Path) -> None:
+    BartForConditionalGeneration(HALVES["bart"][0]()).save_pretrained(project / "model")
 
 
 def no_config(project: Path) -> None:
@@ -142,7 +143,12 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
     "wrong shape": (wrong_shape, [], 2, "model.norm.weight"),
     "pickle-only weights": (pickle_only, [], 2, "pytorch_model.bin"),
     "encoder": (encoder, [], 2, "is an encoder"),
-    "tower": (tower, [], 2, "parts beside its causal language model (vision_config)"),
+    "two parts": (
+        two_parts,
+        [],
+        2,
+        "causal language model (an encoder: is_encoder_decoder)",
+    ),
     "remote code": (remote_code, [], 2, "auto_map"),
     "no config": (no_config, [], 2, "config.json"),
     "no model": (None, ["model.path=./nowhere"], 2, "nowhere"),
@@ -173,7 +179,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, list[str], int, str]] = {
 
 BEFORE_DATA = (
     "missing weights", "truncated weights", "missing shard", "missing tensor", "wrong shape",
-    "pickle-only weights", "encoder", "tower", "remote code", "no config", "no model",
+    "pickle-only weights", "encoder", "two parts", "remote code", "no config", "no model",
 )  # fmt: skip
 """What is found before the data is read, and so before anything is planned or promised."""
 
@@ -210,7 +216,7 @@ def test_mistake_ends_in_one_sentence(
     assert not (project / "run").exists() or not any((project / "run").iterdir())
 
 
-@pytest.mark.parametrize("spoil", [encoder, tower])
+@pytest.mark.parametrize("spoil", [encoder, two_parts])
 def test_a_model_that_is_not_trained_gets_one_sentence_everywhere(
     spoil: Callable[[Path], None],
     project: Path,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from megatrain.train.loop import train
+from megatrain.train.outputs.export import export_run
 from tests.hf.setups import tokenizer
 from tests.model.resident import random_model
 from tests.model.weights.test_parts import IMAGES_AND_TEXT
@@ -49,3 +50,8 @@ def test_a_run_trains_text_and_keeps_towers_and_the_processor(tmp_path: Path) ->
         "Mistral3ForConditionalGeneration"
     ]
     AutoModelForImageTextToText.from_pretrained(whole / "hf")
+    adapters = train(make_config(tmp_path, "lora", train={"steps": 1}, lora={"r": 2}, **settings))
+    export_run(adapters, tmp_path / "merged", merges=True)
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert merged.keys() == before.keys()
+    assert (tmp_path / "merged/preprocessor_config.json").exists()

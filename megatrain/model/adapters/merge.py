@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError, first_line
+from megatrain.files import write_bytes_durably
 from megatrain.model.adapters.adapt import add_adapters, read_adapter, saved_config, saved_vocabulary
 from megatrain.model.adapters.files import CONFIG_NAME, is_adapter
 from megatrain.model.blocks import find_blocks
 from megatrain.model.vocabulary import grow
 from megatrain.model.weights.export import export_weights
-from megatrain.model.weights.files import PlannedWeights, model_directory
+from megatrain.model.weights.files import PlannedWeights, model_directory, read_processor
 from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.on_demand import OnDemand
 from megatrain.model.weights.skeleton import build_skeleton, read_config
@@ -53,6 +54,8 @@ def write_model_of(source: Path, out: Path, *, max_shard_bytes: int) -> None:
     if config is not None:
         grow(model, saved_vocabulary(model, source))
     take_generation_config(model, place)
+    for name, content in read_processor(place).items():
+        write_bytes_durably(out / name, content)
     with OnDemand(weights) as base:
         read = base.value if config is None else _Merged(model, config, source, base.value).value
         export_weights(

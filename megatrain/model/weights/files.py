@@ -26,6 +26,7 @@ from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
 from megatrain.model.weights.generation import read_generation_config
 from megatrain.model.weights.quantised.formats import quantisation_of
+from megatrain.model.weights.quantised.quantisation import refuse_parts_of_none
 from megatrain.model.weights.reading import open_weights, read_weights
 from megatrain.model.weights.skeleton import persistent_buffers, tied_names
 from megatrain.model.weights.untouched import UNTOUCHED, Untouched, require_exportable
@@ -42,8 +43,12 @@ _PROCESSOR_NAMES = (
     "chat_template.json",
 )
 _FETCHED_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_OTHER_PATTERNS = ["original/*", "metal/*", "consolidated*"]
+"""The same weights, in the layouts of other programs."""
 _COMPARED_ELEMENTS = 1 << 20
 _NAMES_SHOWN = 4
+CONSTANTS = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+"""The patterns of what older versions have saved and models compute by themselves."""
 
 
 class ParameterSink(Protocol):
@@ -73,7 +78,10 @@ def model_directory(path_or_id: str | Path) -> Path:
     if not may_be_on_hub(path_or_id):
         raise ModelError(no_directory(path_or_id))
     with asking_hub(str(path_or_id), "it"):
-        return Path(snapshot_download(str(path_or_id), allow_patterns=_FETCHED_PATTERNS))
+        found = snapshot_download(
+            str(path_or_id), allow_patterns=_FETCHED_PATTERNS, ignore_patterns=_OTHER_PATTERNS
+        )
+        return Path(found)
 
 
 def read_processor(directory: Path) -> dict[str, bytes]:
@@ -159,6 +167,8 @@ class PlannedWeights:
         self.untouched = _without_constants(model, unexpected)
         """The tensors that the model has no place for."""
         require_exportable(self.untouched)
+        if quantisation_of(self._path) is not None:
+            refuse_parts_of_none(self.untouched)
         self._generation = read_generation_config(self._path)
         names = tied_names(model)
         self.first_names = {alias: name for name, aliases in names.items() for alias in aliases}
@@ -403,7 +413,7 @@ def values_of(
 
 def _without_constants(model: PreTrainedModel, unexpected: list[Source]) -> list[Source]:
     """Leave out what older versions have saved and the model computes by itself: tables of positions."""
-    constants = _any_of([r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"])
+    constants = _any_of(CONSTANTS)
     buffers = {name for name, _ in model.named_buffers()}
     assert constants is not None
     return [each for each in unexpected if not constants.search(each.key) and each.key not in buffers]

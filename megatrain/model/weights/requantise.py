@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatrain.files import copy_file_durably, opened, system, write_all, write_
 from megatrain.layout.tensor_file import positions
 from megatrain.model.weights.convert import Source
 from megatrain.model.weights.files import (
+    CONSTANTS,
     FLOAT_DTYPES,
     INDEX_NAME,
     checkpoint_files,
@@ -34,6 +36,7 @@ from megatrain.model.weights.files import (
 )
 from megatrain.model.weights.quantised.formats import CONFIG_KEYS, OF_MODELOPT, method_of
 from megatrain.model.weights.reading import open_weights, read_tensor
+from megatrain.model.weights.skeleton import build_skeleton, read_config, tied_names
 
 WRITTEN = ("mxfp4", "fp8")
 """The formats that are written, by their `quant_method`."""
@@ -62,13 +65,14 @@ def write_like(checkpoint: Path, trained: Path, out: Path, method: str) -> None:
         )
     files = checkpoint_files(checkpoint)
     weights, new = read_sources(checkpoint, files), read_headers(checkpoint_files(trained))
+    new = _with_aliases(new, weights, trained)
     _require_same(weights, new, checkpoint, trained)
     with ExitStack() as stack:
         every = {*files, *(source.file for source in new.values())}
         handles = {file: stack.enter_context(open_weights(file)) for file in every}
         places = {file: positions(file) for file in files}
         for file in files:
-            copy_file_durably(file, out / file.name)
+            copy_file_durably(file.resolve(), out / file.name)  # a link of the hub's cache leads to it
         for key, source in new.items():
             value = read_tensor(handles, source)
             for part, tensor in _parts(weights[key], value, handles):
@@ -78,12 +82,21 @@ def write_like(checkpoint: Path, trained: Path, out: Path, method: str) -> None:
                 system.fsync(descriptor)
     for name in (INDEX_NAME, OF_MODELOPT):
         if (checkpoint / name).exists():
-            copy_file_durably(checkpoint / name, out / name)
+            copy_file_durably((checkpoint / name).resolve(), out / name)
     if (trained / "generation_config.json").exists():
         copy_file_durably(trained / "generation_config.json", out / "generation_config.json")
     values = json.loads((trained / "config.json").read_text(encoding="utf-8"))
     _take_quantisation(values, json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
     write_bytes_durably(out / "config.json", (json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _with_aliases(new: dict[str, Source], weights: Mapping[str, Source], trained: Path) -> dict[str, Source]:
+    """Add the names of tied parameters that a checkpoint has, and a trained model was saved without."""
+    found = dict(new)
+    for names in tied_names(build_skeleton(read_config(trained), dtype=torch.bfloat16)).values():
+        saved = [new[name] for name in names if name in new]
+        found |= {name: saved[0] for name in names if saved and name in weights and name not in found}
+    return found
 
 
 def _require_same(
@@ -105,7 +118,8 @@ def _require_same(
         making = weights[key].making
         if making is not None and making.encode is None:
             raise ConfigError(f"{weights[key].file}: {key} is in a format that is read and not written")
-    missing = [key for key in weights if key not in new and weights[key].making is not None]
+    constants = re.compile("|".join(CONSTANTS))
+    missing = [key for key in weights if key not in new and not constants.search(key)]
     if missing:
         raise ModelError(f"{trained} lacks {len(missing)} weights of {checkpoint}, such as {missing[0]}")
 
@@ -131,9 +145,9 @@ def _put(file: Path, position: int, tensor: Tensor) -> None:
 
 
 def _take_quantisation(values: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Give a config what another one says of quantisation, in the same place."""
+    """Give a config what another one says of quantisation and of types, in the same place."""
     for key, value in source.items():
-        if key in CONFIG_KEYS:
+        if key in (*CONFIG_KEYS, "dtype", "torch_dtype"):
             values[key] = value
         elif isinstance(value, dict) and isinstance(values.get(key), dict):
             _take_quantisation(values[key], value)

@@ -32,7 +32,6 @@ from megatrain.errors import ModelError, first_line, os_error_behind, os_sentenc
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.parts import freeze_beside_text, maker_of
 from megatrain.model.weights.quantised.formats import quantisation_in
-from megatrain.model.weights.quantised.quantisation import levels
 
 _OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
 _SMALL_ELEMENTS = 1 << 16
@@ -71,6 +70,8 @@ def read_config(path_or_id: str | Path, *, allows_file: bool = False) -> Pretrai
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config  # weights are read in bf16
+        if getattr(part, "auto_map", None) is not None:
+            del part.auto_map  # transformers' own code is run, and no other
     return config
 
 
@@ -189,16 +190,15 @@ def _download_config(model_id: str) -> dict[str, Any]:
 
 
 def _check_config_values(values: dict[str, Any], where: str) -> None:
-    for level in levels(values):
-        if level.get("auto_map"):
-            raise ModelError(
-                f"{where}: config.json asks for remote code (auto_map), which is never executed; "
-                f"use a model type that transformers implements"
-            )
     quantisation_in(values, where)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ModelError(f"{where}: config.json has no model_type")
+    if model_type not in CONFIG_MAPPING and values.get("auto_map"):
+        raise ModelError(
+            f"{where}: config.json asks for remote code (auto_map), which is never executed; use a model "
+            "type that transformers implements"
+        )
     if model_type not in CONFIG_MAPPING:
         raise ModelError(f"{where}: config.json has model_type {model_type!r}, unknown to this transformers")
     kind = CONFIG_MAPPING[model_type]

@@ -72,13 +72,15 @@ def test_remote_code_is_refused_and_never_runs(tmp_path: Path) -> None:
     canary = tmp_path / "ran"
     code = f"open({str(canary)!r}, 'w')\nfrom transformers import LlamaConfig as Remote\n"
     (tmp_path / "remote_code.py").write_text(code)
-    for values in (
-        {"model_type": "remote", "auto_map": {"AutoConfig": "remote_code.Remote"}},
-        {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "remote_code.Remote"}},
-        {"model_type": "llama", "text_config": {"auto_map": {"AutoConfig": "remote_code.Remote"}}},
-    ):
-        with pytest.raises(ModelError, match="remote code"):
-            read_config(_write_config(tmp_path, **values))
+    with pytest.raises(ModelError, match="remote code"):
+        read_config(
+            _write_config(tmp_path, model_type="remote", auto_map={"AutoConfig": "remote_code.Remote"})
+        )
+    for auto_map in ({"AutoModelForCausalLM": "remote_code.Remote"}, {"AutoConfig": "remote_code.Remote"}):
+        config = read_config(_write_config(tmp_path, model_type="llama", auto_map=auto_map))
+        assert type(config) is LlamaConfig, "as DeepSeek's are: transformers has the class"
+        assert not hasattr(config, "auto_map")
+        build_skeleton(config, dtype=torch.float32)
     assert not canary.exists()
     assert "remote_code" not in sys.modules
 

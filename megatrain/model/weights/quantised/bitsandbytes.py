@@ -18,7 +18,6 @@ from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Making, Source
 from megatrain.model.weights.quantised.arithmetic import by_rows
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, part, require_shape
-from megatrain.model.weights.reading import open_weights
 
 _STATE = ".quant_state.bitsandbytes__"
 
@@ -37,51 +36,53 @@ class BitsAndBytes(Quantisation):
         if codes.dtype == "I8" and key.endswith(".weight"):
             scales = part(sources, key.removesuffix("weight") + "SCB", codes)
             require_shape(scales, codes.shape[:1])
+            order = sources.get(key + "_format")
+            if order is not None and self.read(order).flatten().tolist() != [0]:
+                raise ModelError(
+                    f"{codes.file}: {key} is in an order of columns that is not read ({order.key})"
+                )
             making = Making({"codes": codes, "scales": scales}, _decoded_int8)
             return Source(key=key, file=codes.file, shape=codes.shape, dtype="BF16", making=making)
         state = next(
             (sources[key + _STATE + kind] for kind in ("nf4", "fp4") if key + _STATE + kind in sources), None
         )
-        return None if state is None else _weight_of_4_bits(codes, state, sources)
+        return None if state is None else self._weight_of_4_bits(codes, state, sources)
 
-
-def _weight_of_4_bits(codes: Source, state: Source, sources: Mapping[str, Source]) -> Source:
-    values = _state(state)
-    shape, block = tuple(values["shape"]), values["blocksize"]
-    num_blocks = -(-prod(shape) // block)
-    parts = {"codes": codes, "state": state}
-    for name in ("absmax", "quant_map"):
-        parts[name] = part(sources, f"{codes.key}.{name}", codes)
-    require_shape(codes, (-(-prod(shape) // 2), 1), (-(-prod(shape) // 2),))
-    require_shape(parts["absmax"], (num_blocks,))
-    require_shape(parts["quant_map"], (16,))
-    nested, offset = values.get("nested_blocksize"), values.get("nested_offset", 0.0)
-    if nested is not None:
-        for name in ("nested_absmax", "nested_quant_map"):
+    def _weight_of_4_bits(self, codes: Source, state: Source, sources: Mapping[str, Source]) -> Source:
+        values = self._state(state)
+        shape, block = tuple(values["shape"]), values["blocksize"]
+        num_blocks = -(-prod(shape) // block)
+        parts = {"codes": codes, "state": state}
+        for name in ("absmax", "quant_map"):
             parts[name] = part(sources, f"{codes.key}.{name}", codes)
-        require_shape(parts["nested_absmax"], (-(-num_blocks // nested),))
-        require_shape(parts["nested_quant_map"], (256,))
-    make = partial(_decoded_4_bits, shape=shape, block=block, nested=nested, offset=offset)
-    return Source(key=codes.key, file=codes.file, shape=shape, dtype="BF16", making=Making(parts, make))
+        require_shape(codes, (-(-prod(shape) // 2), 1), (-(-prod(shape) // 2),))
+        require_shape(parts["absmax"], (num_blocks,))
+        require_shape(parts["quant_map"], (16,))
+        nested, offset = values.get("nested_blocksize"), values.get("nested_offset", 0.0)
+        if nested is not None:
+            for name in ("nested_absmax", "nested_quant_map"):
+                parts[name] = part(sources, f"{codes.key}.{name}", codes)
+            require_shape(parts["nested_absmax"], (-(-num_blocks // nested),))
+            require_shape(parts["nested_quant_map"], (256,))
+        make = partial(_decoded_4_bits, shape=shape, block=block, nested=nested, offset=offset)
+        return Source(key=codes.key, file=codes.file, shape=shape, dtype="BF16", making=Making(parts, make))
 
+    def _state(self, source: Source) -> dict[str, Any]:
+        """Read what a weight of 4 bits says of itself, JSON in bytes.
 
-def _state(source: Source) -> dict[str, Any]:
-    """Read what a weight of 4 bits says of itself, JSON in bytes.
-
-    Raises:
-        ModelError: It is none.
-    """
-    with open_weights(source.file) as handle:
-        text = bytes(handle.get_tensor(source.key).flatten().tolist())
-    try:
-        values = json.loads(text)
-        sizes = [*values["shape"], values["blocksize"]]
-        fits = all(isinstance(size, int) and size > 0 for size in sizes)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        fits = False
-    if not fits:
-        raise ModelError(f"{source.file}: {source.key} does not say the shape and the blocks of a weight")
-    return values
+        Raises:
+            ModelError: It is none.
+        """
+        text = bytes(self.read(source).flatten().tolist())
+        try:
+            values = json.loads(text)
+            sizes = [*values["shape"], values["blocksize"]]
+            fits = all(isinstance(size, int) and size > 0 for size in sizes)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            fits = False
+        if not fits:
+            raise ModelError(f"{source.file}: {source.key} does not say the shape and the blocks of a weight")
+        return values
 
 
 def _decoded_int8(parts: Parts) -> Tensor:

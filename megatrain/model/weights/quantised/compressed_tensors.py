@@ -19,7 +19,6 @@ from megatrain.model.weights.quantised.fp8 import CODES, fp8_weight
 from megatrain.model.weights.quantised.integers import packed_weight
 from megatrain.model.weights.quantised.nvfp4 import nvfp4_weight
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, part, require_shape
-from megatrain.model.weights.reading import open_weights
 
 _FORMATS = (
     *("pack-quantized", "float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized"),
@@ -54,6 +53,11 @@ class CompressedTensors(Quantisation):
         self._kinds = {(each.get("num_bits"), bool(each.get("symmetric", True))) for each in packed}
         if any(bits not in (2, 4, 8) for bits, _ in self._kinds):
             raise ModelError(f"{where}: quantization_config has weights of {sorted(self._kinds)[0][0]} bits")
+        self._blocks = [
+            _block(each["block_structure"], where) for each in weights if each.get("block_structure")
+        ]
+        sizes = {each.get("group_size") for each in packed if each.get("group_size")}
+        self._group_size = sizes.pop() if len(sizes) == 1 else None
         self._where = where
 
     def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
@@ -69,12 +73,20 @@ class CompressedTensors(Quantisation):
             return None
         scales = part(sources, f"{key}_scale", codes)
         if codes.dtype in CODES:
-            return fp8_weight(codes, scales)
+            return fp8_weight(codes, scales, self._block_of(codes, scales))
         return _int8_weight(codes, scales, sources)
+
+    def _block_of(self, codes: Source, scales: Source) -> tuple[int, int] | None:
+        """Return the size of blocks, of those that the configuration names, that gives so many scales."""
+        for rows, columns in self._blocks:
+            grid = -(-codes.shape[-2] // rows), -(-codes.shape[-1] // columns)
+            if scales.shape[-2:] == grid:
+                return rows, columns
+        return next(iter(self._blocks), None)
 
     def _packed(self, key: str, sources: Mapping[str, Source]) -> Source:
         shape_key = key.removesuffix("packed") + "shape"
-        shape = _shape_in(part(sources, shape_key, sources[key]))
+        shape = self._shape_in(part(sources, shape_key, sources[key]))
         per_word = {bits: -(-shape[1] // (32 // bits)) for bits, _ in self._kinds}
         words = sources[key].shape[-1]
         fitting = [kind for kind in self._kinds if per_word[kind[0]] == words]
@@ -86,23 +98,43 @@ class CompressedTensors(Quantisation):
                 f"bits in the quantization_config of {self._where} gives"
             )
         bits, is_symmetric = fitting[0]
-        return packed_weight(key, sources, shape, bits=bits, is_symmetric=is_symmetric)
+        return packed_weight(
+            key, sources, shape, bits=bits, is_symmetric=is_symmetric, group_size=self._group_size
+        )
+
+    def _shape_in(self, source: Source) -> tuple[int, int]:
+        """Read the shape of a packed weight, two numbers.
+
+        Raises:
+            ModelError: They are not two positive numbers.
+        """
+        found = self.read(source).flatten().tolist()
+        if len(found) != 2 or not all(isinstance(each, int) and each > 0 for each in found):
+            raise ModelError(f"{source.file}: {source.key} is {json.dumps(found)}, and not two lengths")
+        return found[0], found[1]
 
 
-def _shape_in(source: Source) -> tuple[int, int]:
-    """Read the shape of a packed weight, two numbers.
+def _block(found: Any, where: str) -> tuple[int, int]:
+    """Return the rows and columns of a block, which are two numbers, or in words `128x128`.
 
     Raises:
-        ModelError: They are not two positive numbers.
+        ModelError: They are neither.
     """
-    with open_weights(source.file) as handle:
-        found = handle.get_tensor(source.key).flatten().tolist()
-    if len(found) != 2 or not all(isinstance(each, int) and each > 0 for each in found):
-        raise ModelError(f"{source.file}: {source.key} is {json.dumps(found)}, and not two lengths")
-    return found[0], found[1]
+    sizes = found.split("x") if isinstance(found, str) else found
+    try:
+        rows, columns = (int(size) for size in sizes)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if min(rows, columns) < 1:
+        raise ModelError(f"{where}: quantization_config has a block_structure {found!r}, which is not read")
+    return rows, columns
 
 
 def _int8_weight(codes: Source, scales: Source, sources: Mapping[str, Source]) -> Source:
+    if len(codes.shape) != 2:
+        raise ModelError(
+            f"{codes.file}: {codes.key} has shape {list(codes.shape)}, and INT8 weights are matrices"
+        )
     rows, columns = codes.shape
     groups = scales.shape[-1] if len(scales.shape) == 2 else 1
     require_shape(scales, (rows, groups), (1, 1), (1,), ())

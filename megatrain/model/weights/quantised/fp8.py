@@ -32,7 +32,7 @@ class Fp8(Quantisation):
 
     left_out = (
         *(".input_scale", ".activation_scale", ".output_scale", ".input_scale_ub"),
-        *(".k_scale", ".v_scale", ".q_scale", ".prob_scale"),
+        *(".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale"),
     )
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -66,7 +66,7 @@ def fp8_weight(codes: Source, scales: Source, block: Any = None, *, is_fp4: bool
     Args:
         codes: (..., rows, columns).
         scales: One scale, one for each row, or one for each block, of which the last ones may be smaller.
-        block: The rows and columns of a block; None: as the number of scales says.
+        block: The rows and columns of a block; None: the scales are of rows, or of the whole.
         is_fp4: Whether the codes are of MXFP4, two in a byte.
 
     Raises:
@@ -113,10 +113,7 @@ def _block_of(codes: Source, scales: Source, block: Any) -> tuple[int, int]:
         return 1, whole[1]
     if block is not None and grid == (*stack, -(-rows // block[0]), -(-columns // block[1])):
         return block[0], block[1]
-    fits = len(grid) == len(shape) and grid[:-2] == stack and all(grid)
-    if block is None and fits and not rows % grid[-2] and not columns % grid[-1]:
-        return rows // grid[-2], columns // grid[-1]
-    size = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
+    size = ", and no size of blocks is named" if block is None else f" in blocks of {block[0]} x {block[1]}"
     raise ModelError(
         f"{scales.file}: {scales.key} has shape {list(grid)}, which does not belong to {codes.key} of shape "
         f"{list(codes.shape)}{size}"

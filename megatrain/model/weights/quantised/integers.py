@@ -32,6 +32,7 @@ class Gptq(Quantisation):
             ModelError: Its codes are of a size that does not divide a word.
         """
         self._bits = value_of(values, "bits", lambda bits: bits in (2, 4, 8), where)
+        self._group_size = _size_of_groups(values)
         self._offset = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
 
     def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
@@ -39,6 +40,7 @@ class Gptq(Quantisation):
         words = sources[key]
         if not key.endswith(".qweight"):
             return None
+        _require_matrix(words)
         name = key.removesuffix("qweight")
         scales, zeros = (part(sources, name + each, words) for each in ("scales", "qzeros"))
         parts = {"codes": words, "scales": scales, "zeros": zeros}
@@ -49,10 +51,8 @@ class Gptq(Quantisation):
         if name + "g_idx" in sources:
             parts["groups"] = sources[name + "g_idx"]
             require_shape(parts["groups"], (inputs,))
-        elif inputs % groups:
-            raise ModelError(
-                f"{scales.file}: {scales.key} has {groups} groups, and the weight {inputs} inputs"
-            )
+        else:
+            _require_groups(scales, groups, inputs, self._group_size)
         make = partial(_decoded_gptq, shape=(outputs, inputs), bits=self._bits, offset=self._offset)
         return _source(name, words, (outputs, inputs), Making(parts, make))
 
@@ -67,6 +67,7 @@ class Awq(Quantisation):
             ModelError: It is for another kernel, or not of 4 bits.
         """
         value_of(values, "bits", lambda bits: bits == 4, where)
+        self._group_size = _size_of_groups(values)
         value_of(values, "version", lambda found: str(found or "gemm").lower() == "gemm", where)
 
     def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
@@ -74,24 +75,57 @@ class Awq(Quantisation):
         words = sources[key]
         if not key.endswith(".qweight"):
             return None
+        _require_matrix(words)
         name = key.removesuffix("qweight")
         scales, zeros = (part(sources, name + each, words) for each in ("scales", "qzeros"))
         inputs, outputs = words.shape[0], 8 * words.shape[1]
         groups = scales.shape[0]
         require_shape(scales, (groups, outputs))
         require_shape(zeros, (groups, words.shape[1]))
-        if groups == 0 or inputs % groups:
-            raise ModelError(
-                f"{scales.file}: {scales.key} has {groups} groups, and the weight {inputs} inputs"
-            )
+        _require_groups(scales, groups, inputs, self._group_size)
         making = Making(
             {"codes": words, "scales": scales, "zeros": zeros}, partial(_decoded_awq, shape=(outputs, inputs))
         )
         return _source(name, words, (outputs, inputs), making)
 
 
+def _size_of_groups(values: Mapping[str, Any]) -> int | None:
+    """Return the inputs of a group; None: all are in one, or the configuration does not say."""
+    found = values.get("group_size", values.get("q_group_size"))
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _require_groups(scales: Source, groups: int, inputs: int, size: int | None) -> None:
+    """Refuse groups that are not equally long, or not as long as the configuration says.
+
+    Raises:
+        ModelError: They are not.
+    """
+    if groups == 0 or inputs % groups or (size is not None and groups > 1 and groups * size != inputs):
+        of_size = "" if size is None else f" of {size}"
+        raise ModelError(
+            f"{scales.file}: {scales.key} has {groups} groups{of_size}, and the weight {inputs} inputs"
+        )
+
+
+def _require_matrix(words: Source) -> None:
+    """Refuse words that are no matrix.
+
+    Raises:
+        ModelError: They have another number of dimensions.
+    """
+    if len(words.shape) != 2:
+        raise ModelError(f"{words.file}: {words.key} has shape {list(words.shape)}, and words are matrices")
+
+
 def packed_weight(
-    key: str, sources: Mapping[str, Source], shape: tuple[int, int], *, bits: int, is_symmetric: bool
+    key: str,
+    sources: Mapping[str, Source],
+    shape: tuple[int, int],
+    *,
+    bits: int,
+    is_symmetric: bool,
+    group_size: int | None,
 ) -> Source:
     """Return the weight of compressed-tensors' words, which hold codes of one output.
 
@@ -100,6 +134,7 @@ def packed_weight(
         sources: The tensors of the files.
         shape: (rows, columns) of the weight.
         bits: The bits of a code.
+        group_size: The columns of a group; None: as the scales say.
         is_symmetric: Whether codes are around half of their range; else zero points are given.
 
     Raises:
@@ -118,8 +153,8 @@ def packed_weight(
     if name + "weight_g_idx" in sources:
         parts["groups"] = sources[name + "weight_g_idx"]
         require_shape(parts["groups"], (columns,))
-    elif columns % groups:
-        raise ModelError(f"{scales.file}: {scales.key} has {groups} groups, and the weight {columns} columns")
+    else:
+        _require_groups(scales, groups, columns, group_size)
     return _source(name, words, shape, Making(parts, partial(_decoded_packed, shape=shape, bits=bits)))
 
 
@@ -150,7 +185,7 @@ def _groups(parts: Parts, length: int, groups: int) -> Tensor:
 def _decoded_gptq(parts: Parts, shape: tuple[int, int], bits: int, offset: int) -> Tensor:
     outputs, inputs = shape
     scales = parts["scales"].float().T
-    zeros = unpacked(parts["zeros"], bits, outputs).T + offset
+    zeros = (unpacked(parts["zeros"], bits, outputs).T + offset) & ((1 << bits) - 1)  # all ones are 0
     group = _groups(parts, inputs, scales.shape[1])
 
     def rows(_: int, piece: slice) -> Tensor:

@@ -21,7 +21,9 @@ class ModelOpt(Fp8):
             ModelError: Its algorithm is another one.
         """
         super().__init__({}, where)
-        value_of(values, "quant_algo", lambda found: found in ("NVFP4", "FP8", "MIXED_PRECISION"), where)
+        value_of(
+            values, "quant_algo", lambda found: found in (None, "NVFP4", "FP8", "MIXED_PRECISION"), where
+        )
 
     def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
         """Return the weight whose codes a tensor is; see `Quantisation`."""

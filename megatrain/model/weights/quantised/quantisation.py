@@ -7,14 +7,18 @@ a checkpoint in bf16.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Source
+from megatrain.model.weights.reading import open_weights, read_tensor
 
 Parts: TypeAlias = Mapping[str, Tensor]
 """The tensors that make a weight, by their part in it, such as `codes` and `scales`."""
@@ -47,6 +51,21 @@ class Quantisation(ABC):
         Raises:
             ModelError: `weight_of` raises it, or two weights have one name.
         """
+        self._opened: dict[Path, Any] = {}
+        with ExitStack() as self._stack:
+            return self._weights(sources)
+
+    def read(self, source: Source) -> Tensor:
+        """Return a small tensor of the files, while `weights` runs; each file is opened once.
+
+        Raises:
+            ModelError: It cannot be read.
+        """
+        if source.file not in self._opened:
+            self._opened[source.file] = self._stack.enter_context(open_weights(source.file))
+        return read_tensor(self._opened, source)
+
+    def _weights(self, sources: Mapping[str, Source]) -> dict[str, Source]:
         found: dict[str, Source] = {}
         used: set[str] = set()
         for key in sources:
@@ -70,6 +89,26 @@ class Quantisation(ABC):
                 f"{whole[key].file}: {key} is there twice, quantised and whole; keep one of them"
             )
         return whole | found
+
+
+_PARTS = re.compile(r"[._](scales?|scale_inv|scale_2|zero_point|qzeros|g_idx|absmax|SCB|pre_quant_scale)$")
+
+
+def refuse_parts_of_none(untouched: Sequence[Source]) -> None:
+    """Refuse what says how something is quantised, and belongs to no weight: without it values are others.
+
+    Args:
+        untouched: The tensors of a quantised checkpoint for which the model has no place.
+
+    Raises:
+        ModelError: There is such a tensor.
+    """
+    for source in untouched:
+        if _PARTS.search(source.key):
+            raise ModelError(
+                f"{source.file}: {source.key} says how something is quantised, in a way that is not read; "
+                "give the checkpoint that was quantised, or a copy in bf16"
+            )
 
 
 def part(sources: Mapping[str, Source], key: str, codes: Source) -> Source:

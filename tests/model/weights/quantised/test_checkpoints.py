@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import megatrain
+from megatrain.errors import ModelError
 from megatrain.model.weights.skeleton import read_config
 from tests.forks import run_script
 from tests.model.resident import load_bound
@@ -164,6 +165,18 @@ def export(model: PreTrainedModel, engine: Any, out: Path) -> dict[str, Tensor]:
     engine.sync()
     model.save_pretrained(out)
     return dict(AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).named_parameters())
+
+
+def test_what_says_how_activations_are_scaled_is_not_left_aside(tmp_path: Path) -> None:
+    """Without it the model would be another one; its weights were made for scaled inputs."""
+    place = write("fp8", tmp_path / "model")
+    tensors = load_file(place / "model.safetensors")
+    name = "model.layers.0.mlp.act_fn.scales"
+    save_file(tensors | {name: torch.ones(64)}, place / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=rf"{name} says how something is quantised, in a way that is not read"
+    ):
+        load_bound(place, read_config(place), torch.bfloat16)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

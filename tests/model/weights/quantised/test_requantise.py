@@ -63,6 +63,40 @@ def test_an_untrained_model_has_every_byte_again(kind: str, dtype: torch.dtype, 
     assert json.loads((out / "config.json").read_text()) == config
 
 
+def test_a_tied_head_that_the_checkpoint_has_too_is_written_and_links_are_followed(tmp_path: Path) -> None:
+    """A hub's snapshot is of links; and of a tied model only one name is saved."""
+    blobs = write("fp8", tmp_path / "models--a--b/blobs")
+    config = json.loads((blobs / "config.json").read_text()) | {
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    (blobs / "config.json").write_text(json.dumps(config))
+    tensors = load_file(blobs / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, blobs / "model.safetensors", metadata={"format": "pt"})
+    place = tmp_path / "models--a--b/snapshots/1"
+    place.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (place / name).symlink_to(blobs / name)
+    values = {key: value for key, value in values_of(blobs).items() if key != "lm_head.weight"}
+    values["model.embed_tokens.weight"] = values["model.embed_tokens.weight"] * 2
+    trained = as_trained(blobs, tmp_path / "trained", {key: value.float() for key, value in values.items()})
+    (trained / "config.json").write_text(
+        json.dumps({**json.loads((trained / "config.json").read_text()), "dtype": "float32"})
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    write_like(place, trained, out, "fp8")
+    written = load_file(out / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(written[name], values["model.embed_tokens.weight"]), name
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    del values["model.norm.weight"]
+    lacking = as_trained(blobs, tmp_path / "lacking", values)
+    with pytest.raises(ModelError, match=r"lacks 1 weights of .*, such as model\.norm\.weight"):
+        write_like(place, lacking, out, "fp8")
+
+
 def test_codes_of_four_bits_are_the_nearest_and_of_two_the_even_one() -> None:
     values = torch.tensor(
         [0.25, 0.26, 0.75, 1.25, 1.26, 1.75, 2.5, 3.5, 5.0, 5.1, 6.9, 100.0, -0.0, -0.3, -5.0, 0.0]

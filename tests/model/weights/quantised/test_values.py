@@ -150,6 +150,36 @@ def test_fp8_may_have_a_scale_for_each_row_or_one(
     assert torch.equal(found["a.weight"], (codes.float() * factor).bfloat16())
 
 
+@pytest.mark.parametrize("named", [[4, 4], "4x4"])
+def test_fp8_blocks_of_compressed_tensors_are_as_large_as_they_are_named(
+    tmp_path: Path, named: object
+) -> None:
+    """6 rows in blocks of 4 are 4 and 2; two scales would also divide them into 3 and 3."""
+    codes = torch.randn((6, 8), generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": named}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    found = read(tmp_path, {"a.weight": codes, "a.weight_scale": scales}, config)["a.weight"]
+    expected = codes.float() * scales.repeat_interleave(4, 0)[:6].repeat_interleave(4, 1)
+    assert torch.equal(found, expected.bfloat16())
+
+
+def test_a_zero_point_of_gptq_whose_code_is_all_ones_is_zero(tmp_path: Path) -> None:
+    """Version 1 stores a zero point less one."""
+    codes = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]] * 8)
+    tensors = {
+        "a.qweight": packed(codes, 4).T,
+        "a.qzeros": packed(torch.full((1, 8), 15), 4),
+        "a.scales": torch.ones((1, 8)).half(),
+    }
+    found = read(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "group_size": -1})["a.weight"]
+    assert torch.equal(found, codes.bfloat16())
+
+
 def test_fp8_that_are_two_codes_of_four_bits(tmp_path: Path) -> None:
     """DeepSeek's experts in MXFP4 beside matrices in FP8."""
     codes = torch.randint(0, 256, (3, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
