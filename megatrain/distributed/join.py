@@ -20,13 +20,13 @@ from megatrain.distributed.guard import Guard
 from megatrain.distributed.idle import watch_idly
 from megatrain.distributed.meeting import Met, backend_of, meet, share_cores, take_device, this_process
 from megatrain.distributed.network import VARIABLES, is_own, name_interface, own_address
-from megatrain.distributed.processes import tell_launcher
+from megatrain.distributed.processes import OF_RANK, tell_launcher
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
 
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_TORCHRUN = (*OF_RANK, "MASTER_ADDR", "MASTER_PORT")
 """What torchrun says in the environment, beside `WORLD_SIZE`."""
 
 _MORE_S = 5.0

@@ -9,6 +9,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+OF_RANK = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What a launcher says in the environment of each process that it starts, beside `WORLD_SIZE`."""
+
 
 def machine() -> str:
     """Return what no other machine has, nor this one after it is started anew."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from megatrain.train.callbacks.calls import wishes_of
+
 if TYPE_CHECKING:
     from megatrain.distributed.alone import Alone
     from megatrain.distributed.ranks import Ranks
@@ -76,5 +78,5 @@ class FirstDecides:
         return control
 
     def _agree(self, control: Any) -> None:
-        vars(control).update(self._ranks.tell(vars(control) | self._waiting))
+        vars(control).update(self._ranks.tell(wishes_of(vars(control) | self._waiting)))
         self._waiting.clear()

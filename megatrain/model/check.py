@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def read_checked(path: str | Path, *, has_weights: bool) -> PretrainedConfig:
+def read_checked(path: str | Path, *, has_weights: bool) -> tuple[PretrainedConfig, Path | None]:
     """Read the configuration of a model, and check that it can be trained and that its files are whole.
 
     Of the files of weights, headers and sizes are read, and no tensor.
@@ -24,12 +24,16 @@ def read_checked(path: str | Path, *, has_weights: bool) -> PretrainedConfig:
         path: Model directory or hub id.
         has_weights: A claim that weights are read from there.
 
+    Returns:
+        The configuration; the directory of the weights, None if they are not read.
+
     Raises:
         ModelError: The model is not trained here, or its files cannot be used, with the reason.
     """
     config = read_config(path)
     refuse_encoder(config)
     model = build_skeleton(config, dtype=torch.float32)
-    if has_weights:
-        PlannedWeights(model, model_directory(path))
-    return config
+    place = model_directory(path) if has_weights else None
+    if place is not None:
+        PlannedWeights(model, place)
+    return config, place

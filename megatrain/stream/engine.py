@@ -322,13 +322,9 @@ class Engine:
         """
         if self.optimizer is not None:
             raise ConfigError("the engine has an optimizer already (engine.optimizer); detach() ends it")
-        kind, compiles = (
-            choice_checks.choose_optimizer(self.arrangement, name, state),
-            self.compiler is not None,
-        )
-        choice_checks.choose_updates(
-            self.arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles
-        )
+        arrangement, compiles = self.arrangement, self.compiler is not None
+        kind = choice_checks.choose_optimizer(arrangement, name, state)
+        choice_checks.choose_updates(arrangement, updates, max_grad_norm=max_grad_norm, compiles=compiles)
         check, stepped = self._check_step, self.meter.stepped
         hooks = StepHooks(check=check, stepped=stepped, drop=self.zero_grad, fail=self._steps.drop)
         self.optimizer = StreamedOptimizer(

@@ -258,8 +258,8 @@ def prepare(
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
         caller.progress("reading the model's configuration, and checking its files")
         is_random = checkpoint is None and config.model.init == "random"
-        model_config = read_checked(source, has_weights=not is_random and point.committed is None)
-        processor = {} if is_random or base is not None else read_processor(model_directory(source))
+        model_config, place = read_checked(source, has_weights=not is_random and point.committed is None)
+        processor = {} if is_random or base is not None else read_processor(place or model_directory(source))
         caller.progress("reading and tokenising the data")
         day = None if earlier is None else earlier["data"].get("day")
         data = read_data(config, model_config, checkpoint=checkpoint, folder=caller.prepared, day=day)

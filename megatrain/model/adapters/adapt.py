@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME, encode_config
+from megatrain.model.blocks import is_beside
 from megatrain.model.weights.parts import beside_text
 from megatrain.model.weights.reading import open_weights, require_finite
 from megatrain.model.weights.skeleton import tied_names
@@ -101,12 +102,11 @@ def lora_config(model: PreTrainedModel, lora: LoraChoice) -> Any:
 
 def _in_frozen_towers(model: PreTrainedModel) -> str | None:
     """Return the pattern of the names of modules in towers that are frozen; None: there are none."""
-    beside = beside_text(model)
+    frozen = beside_text(model) - {id(each) for each in model.parameters() if each.requires_grad}
     towers: list[str] = []
     for path, module in model.named_modules():
-        held = [*module.parameters()]
         is_inside = any(path.startswith(f"{tower}.") for tower in towers)
-        if held and not is_inside and all(id(each) in beside and not each.requires_grad for each in held):
+        if not is_inside and any(True for _ in module.parameters()) and is_beside(module, frozen):
             towers.append(path)
     return rf"(?:{'|'.join(map(re.escape, towers))})(?:\..*)?" if towers else None
 

@@ -8,7 +8,6 @@ most one tensor.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 from collections import Counter
@@ -21,13 +20,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError, first_line, os_errors
+from megatrain.errors import ModelError, os_errors
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
 from megatrain.model.weights.generation import read_generation_config
 from megatrain.model.weights.quantised.formats import quantisation_of
-from megatrain.model.weights.quantised.quantisation import refuse_parts_of_none
-from megatrain.model.weights.reading import open_weights, read_weights
+from megatrain.model.weights.quantised.quantisation import Quantisation, refuse_parts_of_none
+from megatrain.model.weights.reading import open_weights, read_json, read_weights
 from megatrain.model.weights.skeleton import persistent_buffers, tied_names
 from megatrain.model.weights.untouched import UNTOUCHED, Untouched, require_exportable
 
@@ -129,7 +128,8 @@ def checkpoint_dtype(path: str | Path) -> torch.dtype:
         ModelError: The directory is refused, as by `checkpoint_files`.
     """
     sizes = Counter({torch.float32: 0})
-    for source in read_sources(Path(path), checkpoint_files(path)).values():
+    sources = read_sources(Path(path), checkpoint_files(path), quantisation_of(Path(path)))
+    for source in sources.values():
         if source.dtype in FLOAT_DTYPES:
             sizes[FLOAT_DTYPES[source.dtype]] += prod(source.shape)
     return sizes.most_common(1)[0][0]
@@ -161,13 +161,14 @@ class PlannedWeights:
         """
         self.model, self._path = model, Path(path)
         self.files = checkpoint_files(path)
-        sources = read_sources(self._path, self.files)
+        quantisation = quantisation_of(self._path)
+        sources = read_sources(self._path, self.files, quantisation)
         self.conversions, unexpected = plan_conversions(model, sources)
         _check_targets(model, self.conversions, self._path)
         self.untouched = _without_constants(model, unexpected)
         """The tensors that the model has no place for."""
         require_exportable(self.untouched)
-        if quantisation_of(self._path) is not None:
+        if quantisation is not None:
             refuse_parts_of_none(self.untouched)
         self._generation = read_generation_config(self._path)
         names = tied_names(model)
@@ -197,12 +198,16 @@ class PlannedWeights:
                         self.buffers[target][region if region else ...].copy_(value)
                     else:
                         sink.put(self.first_names[target], value, region)
-        if num_made := sum(
-            source.making is not None for each in self.conversions for _, source in each.sources
-        ):
-            logger.info("%s: %d weights are quantised, and were read in bf16", self._path, num_made)
+        if self.num_quantised:
+            logger.info("%s: %d weights are quantised, and were read in bf16", self._path, self.num_quantised)
         if self._generation is not None and self.model.can_generate():
             self.model.generation_config = self._generation
+
+    @property
+    def num_quantised(self) -> int:
+        """The number of weights of the files that are quantised."""
+        sources = (source for each in self.conversions for _, source in each.sources)
+        return sum(source.making is not None for source in sources)
 
     def keep_untouched(self) -> None:
         """Leave with the model what it has no place for, to be exported as it is, and say so.
@@ -243,10 +248,7 @@ def _indexed_files(directory: Path) -> list[Path]:
 
 def _weight_map(directory: Path) -> dict[str, str]:
     index = directory / INDEX_NAME
-    try:
-        values = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{index} cannot be read as JSON: {first_line(error)}") from error
+    values = read_json(index)
     weight_map = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map of tensor names to files")
@@ -276,15 +278,19 @@ def _is_allowed_link(directory: Path, file: Path) -> bool:
     return root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
 
 
-def read_sources(directory: Path, files: list[Path]) -> dict[str, Source]:
+def read_sources(directory: Path, files: list[Path], quantisation: Quantisation | None) -> dict[str, Source]:
     """Return the tensors of a checkpoint, in bf16 what is quantised there.
+
+    Args:
+        directory: The directory of the checkpoint.
+        files: Its files, as `checkpoint_files` lists them.
+        quantisation: How they are quantised, as `quantisation_of` says.
 
     Raises:
         ModelError: Files and index do not agree, or codes and scales do not belong together.
     """
     sources = read_headers(files)
     _check_index(directory, sources)
-    quantisation = quantisation_of(directory)
     return sources if quantisation is None else quantisation.weights(sources)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ def open_weights(file: Path) -> Iterator[Any]:
         ) from error
     with handle:
         yield handle
+
+
+def read_json(file: Path) -> Any:
+    """Return the value in a JSON file.
+
+    Raises:
+        ModelError: The file is not there, or is no JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
 
 
 class NonFiniteError(ModelError):

@@ -34,8 +34,8 @@ from megatrain.model.weights.files import (
     read_headers,
     read_sources,
 )
-from megatrain.model.weights.quantised.formats import CONFIG_KEYS, OF_MODELOPT, method_of
-from megatrain.model.weights.reading import open_weights, read_tensor
+from megatrain.model.weights.quantised.formats import CONFIG_KEYS, OF_MODELOPT, method_of, quantisation_of
+from megatrain.model.weights.reading import open_weights, read_json, read_tensor
 from megatrain.model.weights.skeleton import build_skeleton, read_config, tied_names
 
 WRITTEN = ("mxfp4", "fp8")
@@ -64,7 +64,8 @@ def write_like(checkpoint: Path, trained: Path, out: Path, method: str) -> None:
             f"{named}"
         )
     files = checkpoint_files(checkpoint)
-    weights, new = read_sources(checkpoint, files), read_headers(checkpoint_files(trained))
+    weights = read_sources(checkpoint, files, quantisation_of(checkpoint))
+    new = read_headers(checkpoint_files(trained))
     new = _with_aliases(new, weights, trained)
     _require_same(weights, new, checkpoint, trained)
     with ExitStack() as stack:
@@ -85,8 +86,8 @@ def write_like(checkpoint: Path, trained: Path, out: Path, method: str) -> None:
             copy_file_durably((checkpoint / name).resolve(), out / name)
     if (trained / "generation_config.json").exists():
         copy_file_durably(trained / "generation_config.json", out / "generation_config.json")
-    values = json.loads((trained / "config.json").read_text(encoding="utf-8"))
-    _take_quantisation(values, json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
+    values = read_json(trained / "config.json")
+    _take_quantisation(values, read_json(checkpoint / "config.json"))
     write_bytes_durably(out / "config.json", (json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from megatrain.errors import ModelError, first_line, os_error_behind, os_sentenc
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.parts import freeze_beside_text, maker_of
 from megatrain.model.weights.quantised.formats import quantisation_in
+from megatrain.model.weights.reading import read_json
 
 _OTHER_TASK = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w*$")
 _SMALL_ELEMENTS = 1 << 16
@@ -169,13 +169,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        values = read_json(file)
+    except ModelError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise ModelError(
             f"{file.parent} has no {file.name}; is it a Hugging Face model directory?"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{file} holds a {type(values).__name__}; it must hold a JSON object")
     return values

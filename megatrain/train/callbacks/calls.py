@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.config import Config
 from megatrain.distributed.alone import ALONE, Alone
+from megatrain.distributed.processes import OF_RANK
 from megatrain.errors import CallbackError, ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
     from megatrain.distributed.ranks import Ranks
 
-
-_OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What a launcher says in the environment of the process that it has started."""
 
 _WITHIN_A_STEP = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
 """The events after which ranks go on without a word; what is wished in them counts at the step's end."""
@@ -108,8 +106,7 @@ class Callbacks:
 
     def agree(self) -> None:
         """Take over what the first rank's callbacks wish, and a failure on any rank; all ranks call it."""
-        wishes = {} if self.control is None else vars(self.control)
-        own = {name: bool(value) for name, value in wishes.items() if name.startswith("should_")}
+        own = {} if self.control is None else wishes_of(vars(self.control))
         failed = None if self.failure is None else self.failure[:3]
         found = self._ranks.gather_values([own, failed], "orders")
         self._wishes = found[0][0]
@@ -193,6 +190,11 @@ class Callbacks:
         return list(found.items())
 
 
+def wishes_of(values: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the wishes in a control as ranks tell them each other: a callback may set NumPy's bool."""
+    return {name: bool(value) for name, value in values.items() if name.startswith("should_")}
+
+
 def training_arguments(config: Config, num_steps: int) -> TrainingArguments:
     """Return a run's settings as the arguments of transformers' Trainer, for callbacks to read.
 
@@ -246,7 +248,8 @@ def _as_one_process() -> Iterator[None]:
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it would warn that there are ranks of which it has not been told
-    told = {name: value for name in _OF_RANKS if (value := os.environ.pop(name, None)) is not None}
+    names = [name for name in ("WORLD_SIZE", *OF_RANK) if name in os.environ]
+    told = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:

@@ -113,7 +113,6 @@ def inspect_model(path: str) -> ModelFacts:
     blocks = find_blocks(model)
     layers = [group for group in group_layers(blocks) if not blocks[group[0]].is_beside]
     sizes = [sum(value.numel() for n in group for value in blocks[n].parameters.values()) for group in layers]
-    sources = [] if weights is None else [one for each in weights.conversions for _, one in each.sources]
     return ModelFacts(
         model_type=config.model_type,
         model_class=type(model).__name__,
@@ -126,7 +125,7 @@ def inspect_model(path: str) -> ModelFacts:
         towers=_towers(model),
         ties=tuple(tuple(names) for names in tied_names(model).values() if len(names) > 1),
         quantisation=method_of(place),
-        num_quantised=sum(source.making is not None for source in sources),
+        num_quantised=0 if weights is None else weights.num_quantised,
         untouched=() if weights is None else tuple(source.key for source in weights.untouched),
         file_bytes=0 if weights is None else sum(file.stat().st_size for file in weights.files),
         context=context_length(config),

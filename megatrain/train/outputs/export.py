@@ -192,8 +192,8 @@ def _write_quantised(
 def _model_path(source: Path) -> str:
     """Return the model that a run began with, as its settings name it."""
     settings = source.parents[1] / "config.yaml"
-    found = verify(source, digests=False).meta["config"]["model"]["path"]
-    return str(read_config(settings)["model"]["path"]) if settings.exists() else str(found)
+    saved = read_config(settings) if settings.exists() else verify(source, digests=False).meta["config"]
+    return str(saved["model"]["path"])
 
 
 def _write_shareable(source: Path, out: Path) -> None:

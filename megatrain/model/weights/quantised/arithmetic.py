@@ -43,6 +43,11 @@ def stacked(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, *tensor.shape[-2:])
 
 
+def of_each_row(values: Tensor, rows: int) -> Tensor:
+    """Return scales or zero points of each row, (rows, groups) in fp32, of those of all rows or of each."""
+    return values.float().reshape(-1, values.shape[-1] if values.ndim == 2 else 1).expand(rows, -1)
+
+
 def scaled(values: Tensor, scales: Tensor, times: int) -> Tensor:
     """Multiply values in place by the scales of their groups, of which the last one may have fewer.
 

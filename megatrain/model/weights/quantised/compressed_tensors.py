@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import by_rows, scaled
+from megatrain.model.weights.quantised.arithmetic import by_rows, of_each_row, scaled
 from megatrain.model.weights.quantised.fp8 import CODES, fp8_weight
 from megatrain.model.weights.quantised.integers import packed_weight
 from megatrain.model.weights.quantised.nvfp4 import nvfp4_weight
@@ -148,12 +148,8 @@ def _int8_weight(codes: Source, scales: Source, sources: Mapping[str, Source]) -
 
 
 def _decoded_int8(parts: Parts, shape: tuple[int, int]) -> Tensor:
-    def whole(tensor: Tensor) -> Tensor:
-        tensor = tensor.float()
-        return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim == 2 else 1).expand(shape[0], -1)
-
-    scales = whole(parts["scales"])
-    zeros = whole(parts["zeros"]) if "zeros" in parts else None
+    scales = of_each_row(parts["scales"], shape[0])
+    zeros = of_each_row(parts["zeros"], shape[0]) if "zeros" in parts else None
     length = -(-shape[1] // scales.shape[1])
 
     def rows(_: int, piece: slice) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import ModelError, first_line
+from megatrain.errors import ModelError
 from megatrain.model.weights.quantised.bitsandbytes import BitsAndBytes
 from megatrain.model.weights.quantised.compressed_tensors import CompressedTensors
 from megatrain.model.weights.quantised.fp8 import Fp8
@@ -15,6 +14,7 @@ from megatrain.model.weights.quantised.integers import Awq, Gptq
 from megatrain.model.weights.quantised.modelopt import ModelOpt
 from megatrain.model.weights.quantised.mxfp4 import Mxfp4
 from megatrain.model.weights.quantised.quantisation import Quantisation, levels
+from megatrain.model.weights.reading import read_json
 
 FORMATS: Mapping[Any, Callable[[Mapping[str, Any], str], Quantisation]] = {
     "mxfp4": Mxfp4,
@@ -44,12 +44,8 @@ def quantisation_in(values: Mapping[str, Any], where: str) -> Quantisation | Non
     Raises:
         ModelError: They are quantised in a way that is not read.
     """
-    for level in levels(values):
-        for key in CONFIG_KEYS:
-            found = level.get(key)
-            if found:
-                return _made(found, f"{where}: config.json has a {key}", where)
-    return None
+    found = _settings_in(values)
+    return None if found is None else _made(found[1], f"{where}: config.json has a {found[0]}", where)
 
 
 def quantisation_of(directory: Path) -> Quantisation | None:
@@ -67,12 +63,15 @@ def quantisation_of(directory: Path) -> Quantisation | None:
 
 def method_of(directory: Path) -> str | None:
     """Return the `quant_method` of a model directory; None: it has none."""
-    for level in levels(_read(directory / "config.json")):
-        for key in CONFIG_KEYS:
-            if isinstance(level.get(key), dict):
-                found = level[key].get("quant_method")
-                return str(found) if found else None
-    return None
+    found = _settings_in(_read(directory / "config.json"))
+    method = found[1].get("quant_method") if found is not None and isinstance(found[1], dict) else None
+    return str(method) if method else None
+
+
+def _settings_in(values: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return what the values of a config.json say of quantisation, with its key; None: nothing."""
+    settings = ((key, level.get(key)) for level in levels(values) for key in CONFIG_KEYS)
+    return next(((key, found) for key, found in settings if found), None)
 
 
 def _made(values: Any, what: str, where: str) -> Quantisation:
@@ -95,8 +94,5 @@ def _made(values: Any, what: str, where: str) -> Quantisation:
 def _read(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
+    values = read_json(file)
     return values if isinstance(values, dict) else {}

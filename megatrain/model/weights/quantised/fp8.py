@@ -16,7 +16,7 @@ from torch import Tensor
 from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Making, Source
 from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, power_for, powers, scaled, stacked
-from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, value_of
+from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, require_shape, value_of
 
 CODES = ("F8_E4M3", "F8_E5M2")
 """The dtypes of codes."""
@@ -74,11 +74,8 @@ def fp8_weight(codes: Source, scales: Source, block: Any = None, *, is_fp4: bool
     """
     shape = (*codes.shape[:-1], codes.shape[-1] * (2 if is_fp4 else 1))
     size = (1, _MX_BLOCK) if is_fp4 else _block_of(codes, scales, block)
-    if is_fp4 and scales.shape != (*shape[:-1], shape[-1] // _MX_BLOCK):
-        raise ModelError(
-            f"{scales.file}: {scales.key} has shape {list(scales.shape)}, and {codes.key} of "
-            f"{list(codes.shape)} bytes takes {[*shape[:-1], shape[-1] // _MX_BLOCK]}"
-        )
+    if is_fp4:
+        require_shape(scales, (*shape[:-1], shape[-1] // _MX_BLOCK))
     if scales.dtype not in ("F32", "BF16", "F16", "F8_E8M0", "U8"):
         raise ModelError(f"{scales.file}: {scales.key} has dtype {scales.dtype}, which scales never have")
     made = partial(_decoded, shape=shape, block=size, is_fp4=is_fp4)

@@ -6,7 +6,7 @@ GEMM (`qweight` along the outputs, in the order of its kernel), compressed-tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import by_rows, unpacked
+from megatrain.model.weights.quantised.arithmetic import by_rows, of_each_row, unpacked
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, part, require_shape, value_of
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -37,22 +37,16 @@ class Gptq(Quantisation):
 
     def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
         """Return the matrix whose codes a tensor is; see `Quantisation`."""
-        words = sources[key]
-        if not key.endswith(".qweight"):
+        parts = _words_with(key, sources)
+        if parts is None:
             return None
-        _require_matrix(words)
-        name = key.removesuffix("qweight")
-        scales, zeros = (part(sources, name + each, words) for each in ("scales", "qzeros"))
-        parts = {"codes": words, "scales": scales, "zeros": zeros}
+        words, scales, zeros = parts.values()
         per_word = 32 // self._bits
         (inputs, outputs), groups = (words.shape[0] * per_word, words.shape[1]), scales.shape[0]
         require_shape(scales, (groups, outputs))
         require_shape(zeros, (groups, -(-outputs // per_word)))
-        if name + "g_idx" in sources:
-            parts["groups"] = sources[name + "g_idx"]
-            require_shape(parts["groups"], (inputs,))
-        else:
-            _require_groups(scales, groups, inputs, self._group_size)
+        name = key.removesuffix("qweight")
+        _take_groups(parts, sources, name + "g_idx", groups=groups, inputs=inputs, size=self._group_size)
         make = partial(_decoded_gptq, shape=(outputs, inputs), bits=self._bits, offset=self._offset)
         return _source(name, words, (outputs, inputs), Making(parts, make))
 
@@ -72,21 +66,62 @@ class Awq(Quantisation):
 
     def weight_of(self, key: str, sources: Mapping[str, Source]) -> Source | None:
         """Return the matrix whose codes a tensor is; see `Quantisation`."""
-        words = sources[key]
-        if not key.endswith(".qweight"):
+        parts = _words_with(key, sources)
+        if parts is None:
             return None
-        _require_matrix(words)
-        name = key.removesuffix("qweight")
-        scales, zeros = (part(sources, name + each, words) for each in ("scales", "qzeros"))
+        words, scales, zeros = parts.values()
         inputs, outputs = words.shape[0], 8 * words.shape[1]
         groups = scales.shape[0]
         require_shape(scales, (groups, outputs))
         require_shape(zeros, (groups, words.shape[1]))
         _require_groups(scales, groups, inputs, self._group_size)
-        making = Making(
-            {"codes": words, "scales": scales, "zeros": zeros}, partial(_decoded_awq, shape=(outputs, inputs))
-        )
-        return _source(name, words, (outputs, inputs), making)
+        making = Making(parts, partial(_decoded_awq, shape=(outputs, inputs)))
+        return _source(key.removesuffix("qweight"), words, (outputs, inputs), making)
+
+
+def _words_with(key: str, sources: Mapping[str, Source]) -> dict[str, Source] | None:
+    """Return the words, scales and zero points of GPTQ and AWQ; None: the tensor is no words.
+
+    Raises:
+        ModelError: The words are no matrix, or a part is missing.
+    """
+    words = sources[key]
+    if not key.endswith(".qweight"):
+        return None
+    if len(words.shape) != 2:
+        raise ModelError(f"{words.file}: {words.key} has shape {list(words.shape)}, and words are matrices")
+    name = key.removesuffix("qweight")
+    others = {"scales": f"{name}scales", "zeros": f"{name}qzeros"}
+    return {"codes": words, **{role: part(sources, other, words) for role, other in others.items()}}
+
+
+def _take_groups(
+    parts: dict[str, Source],
+    sources: Mapping[str, Source],
+    key: str,
+    *,
+    groups: int,
+    inputs: int,
+    size: int | None,
+) -> None:
+    """Take the group of each input to the parts where files have it; else refuse groups that do not fit.
+
+    Args:
+        parts: The parts of the weight.
+        sources: The tensors of the files.
+        key: The key of the groups.
+        groups: The number of groups.
+        inputs: The number of inputs.
+        size: The inputs of a group, as the configuration says; None: it does not.
+
+    Raises:
+        ModelError: The groups do not fit the inputs.
+    """
+    if key in sources:
+        parts["groups"] = sources[key]
+        require_shape(sources[key], (inputs,))
+    else:
+        _require_groups(parts["scales"], groups, inputs, size)
 
 
 def _size_of_groups(values: Mapping[str, Any]) -> int | None:
@@ -106,16 +141,6 @@ def _require_groups(scales: Source, groups: int, inputs: int, size: int | None) 
         raise ModelError(
             f"{scales.file}: {scales.key} has {groups} groups{of_size}, and the weight {inputs} inputs"
         )
-
-
-def _require_matrix(words: Source) -> None:
-    """Refuse words that are no matrix.
-
-    Raises:
-        ModelError: They have another number of dimensions.
-    """
-    if len(words.shape) != 2:
-        raise ModelError(f"{words.file}: {words.key} has shape {list(words.shape)}, and words are matrices")
 
 
 def packed_weight(
@@ -150,11 +175,7 @@ def packed_weight(
     if not is_symmetric:
         parts["zeros"] = part(sources, name + "weight_zero_point", words)
         require_shape(parts["zeros"], (-(-rows // per_word), groups))
-    if name + "weight_g_idx" in sources:
-        parts["groups"] = sources[name + "weight_g_idx"]
-        require_shape(parts["groups"], (columns,))
-    else:
-        _require_groups(scales, groups, columns, group_size)
+    _take_groups(parts, sources, name + "weight_g_idx", groups=groups, inputs=columns, size=group_size)
     return _source(name, words, shape, Making(parts, partial(_decoded_packed, shape=shape, bits=bits)))
 
 
@@ -172,62 +193,64 @@ def _groups(parts: Parts, length: int, groups: int) -> Tensor:
     Raises:
         ModelError: A group is none of the scales'.
     """
-    if "groups" not in parts:
+    found = parts["groups"].long() if "groups" in parts else None
+    if found is None or (len(found) and bool((found < 0).all())):  # -1 for all: they are in order
         return torch.arange(length) // (length // groups)
-    found = parts["groups"].long()
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < groups:
-        if not (found < 0).all():  # -1 for all: they are in order
-            raise ModelError(f"g_idx names group {int(found.max())}, and there are {groups} groups of scales")
-        return torch.arange(length) // (length // groups)
+        raise ModelError(f"g_idx names group {int(found.max())}, and there are {groups} groups of scales")
     return found
+
+
+def _decoded(
+    parts: Parts, shape: tuple[int, int], codes_of: Callable[[slice], Tensor], zeros: Tensor, scales: Tensor
+) -> Tensor:
+    """Return (code - zero point) * scale.
+
+    Args:
+        parts: The tensors, of which the groups of inputs are read.
+        shape: (rows, inputs) of the weight.
+        codes_of: The function that returns the codes of some rows, (number, inputs).
+        zeros: (rows, groups).
+        scales: (rows, groups) in fp32.
+    """
+    group = _groups(parts, shape[1], scales.shape[1])
+
+    def rows(_: int, piece: slice) -> Tensor:
+        return (codes_of(piece) - zeros[piece][:, group]) * scales[piece][:, group]
+
+    return by_rows(shape, rows)
 
 
 def _decoded_gptq(parts: Parts, shape: tuple[int, int], bits: int, offset: int) -> Tensor:
     outputs, inputs = shape
-    scales = parts["scales"].float().T
     zeros = (unpacked(parts["zeros"], bits, outputs).T + offset) & ((1 << bits) - 1)  # all ones are 0
-    group = _groups(parts, inputs, scales.shape[1])
 
-    def rows(_: int, piece: slice) -> Tensor:
-        codes = unpacked(parts["codes"][:, piece].T, bits, inputs)
-        return (codes - zeros[piece][:, group]) * scales[piece][:, group]
+    def codes_of(piece: slice) -> Tensor:
+        return unpacked(parts["codes"][:, piece].T, bits, inputs)
 
-    return by_rows(shape, rows)
+    return _decoded(parts, shape, codes_of, zeros, parts["scales"].float().T)
 
 
 def _decoded_awq(parts: Parts, shape: tuple[int, int]) -> Tensor:
-    inputs = shape[1]
-    scales = parts["scales"].float().T
-    group = torch.arange(inputs) // (inputs // scales.shape[1])
-
     def in_order(words: Tensor) -> Tensor:
         codes = unpacked(words, 4, 8 * words.shape[1])
-        return codes.view(len(words), -1, 8)[:, :, _AWQ_ORDER].flatten(1)
+        return codes.view(len(words), -1, 8)[:, :, _AWQ_ORDER].flatten(1).T
 
-    zeros = in_order(parts["zeros"]).T
-
-    def rows(_: int, piece: slice) -> Tensor:
+    def codes_of(piece: slice) -> Tensor:
         first, last = piece.start // 8, -(-piece.stop // 8)
-        codes = in_order(parts["codes"][:, first:last]).T[piece.start - 8 * first :][
-            : piece.stop - piece.start
-        ]
-        return (codes - zeros[piece][:, group]) * scales[piece][:, group]
+        return in_order(parts["codes"][:, first:last])[piece.start - 8 * first : piece.stop - 8 * first]
 
-    return by_rows(shape, rows)
+    return _decoded(parts, shape, codes_of, in_order(parts["zeros"]), parts["scales"].float().T)
 
 
 def _decoded_packed(parts: Parts, shape: tuple[int, int], bits: int) -> Tensor:
     height, width = shape
-    scales = parts["scales"].float()
-    scales = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1).expand(height, -1)
-    group = _groups(parts, width, scales.shape[1])
-    middle = 1 << (bits - 1)
-    zeros = torch.full((height, scales.shape[1]), middle, dtype=torch.int32)
+    scales = of_each_row(parts["scales"], height)
+    zeros = torch.full((height, scales.shape[1]), 1 << (bits - 1), dtype=torch.int32)
     if "zeros" in parts:  # they are packed along the rows
         zeros = unpacked(parts["zeros"].T, bits, height).T
 
-    def rows(_: int, piece: slice) -> Tensor:
-        codes = unpacked(parts["codes"][piece], bits, width)
-        return (codes - zeros[piece][:, group]) * scales[piece][:, group]
+    def codes_of(piece: slice) -> Tensor:
+        return unpacked(parts["codes"][piece], bits, width)
 
-    return by_rows(shape, rows)
+    return _decoded(parts, shape, codes_of, zeros, scales)

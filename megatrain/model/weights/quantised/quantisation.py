@@ -82,7 +82,7 @@ class Quantisation(ABC):
         whole = {
             key: source
             for key, source in sources.items()
-            if key not in used and not key.endswith(self.left_out or ("\0",))
+            if key not in used and not key.endswith(self.left_out)
         }
         for key in found.keys() & whole.keys():
             raise ModelError(
@@ -92,6 +92,7 @@ class Quantisation(ABC):
 
 
 _PARTS = re.compile(r"[._](scales?|scale_inv|scale_2|zero_point|qzeros|g_idx|absmax|SCB|pre_quant_scale)$")
+"""The endings of names of tensors that say how something is quantised."""
 
 
 def refuse_parts_of_none(untouched: Sequence[Source]) -> None:

@@ -109,9 +109,10 @@ QUANTISED: dict[str, tuple[PretrainedConfig, Callable[..., dict[str, Tensor]], d
 }
 
 
-def write(kind: str, place: Path) -> Path:
-    """Write a tiny checkpoint of a kind, drawn at random."""
-    config, quantise, more = QUANTISED[kind]
+def write(kind: str, place: Path, config: PretrainedConfig | None = None) -> Path:
+    """Write a checkpoint of a kind, drawn at random: a tiny one, or of a configuration."""
+    tiny, quantise, more = QUANTISED[kind]
+    config = tiny if config is None else config
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place)
     tensors = quantise(load_file(place / "model.safetensors"))
@@ -189,13 +190,8 @@ def test_loading_peaks_at_the_state_plus_one_tensor(kind: str, tmp_path: Path) -
     config.num_local_experts = 8
     if kind == "mxfp4":
         config.layer_types = ["full_attention"] * 4
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tensors = QUANTISED[kind][1](load_file(tmp_path / "model.safetensors"))
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(write(kind, tmp_path, config) / "model.safetensors")
     largest = max(value.numel() * (4 if key.endswith("blocks") else 2) for key, value in tensors.items())
-    values = json.loads((tmp_path / "config.json").read_text())
-    values["quantization_config"] = {"quant_method": kind, **QUANTISED[kind][2]}
-    (tmp_path / "config.json").write_text(json.dumps(values))
     del tensors
     run = run_script(PEAK_SCRIPT, tmp_path)
     assert run.returncode == 0, run.stderr

@@ -17,23 +17,14 @@ from transformers import AutoModelForCausalLM
 
 import megatrain
 from megatrain.errors import ConfigError, ModelError
-from megatrain.model.weights.files import checkpoint_files, read_sources
 from megatrain.model.weights.quantised.arithmetic import fp4, fp4_codes, power_for
-from megatrain.model.weights.reading import open_weights, read_weights
 from megatrain.model.weights.requantise import write_like
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
 from tests.hf.setups import tokenizer
 from tests.model.weights.quantised.test_checkpoints import QUANTISED, write
+from tests.model.weights.quantised.test_values import values_of
 from tests.train.project import make_config, write_corpus
-
-
-def values_of(place: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, in bf16 what is quantised there."""
-    files = checkpoint_files(place)
-    with open_weights(files[0]) as handle:
-        sources = read_sources(place, files)
-        return {key: read_weights({files[0]: handle}, source).clone() for key, source in sources.items()}
 
 
 def as_trained(place: Path, out: Path, tensors: dict[str, Tensor]) -> Path:

@@ -19,6 +19,7 @@ from megatrain.errors import ModelError
 from megatrain.model.weights.files import checkpoint_files, read_sources
 from megatrain.model.weights.quantised import arithmetic
 from megatrain.model.weights.quantised.arithmetic import fp4, powers, unpacked
+from megatrain.model.weights.quantised.formats import quantisation_of
 from megatrain.model.weights.reading import NonFiniteError, open_weights, read_weights
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -29,12 +30,15 @@ def read(place: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) 
     place.mkdir(exist_ok=True)
     save_file({key: value.contiguous() for key, value in tensors.items()}, place / "model.safetensors")
     (place / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return values_of(place)
+
+
+def values_of(place: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint of one file, in bf16 what is quantised there."""
     files = checkpoint_files(place)
+    sources = read_sources(place, files, quantisation_of(place))
     with open_weights(files[0]) as handle:
-        return {
-            key: read_weights({files[0]: handle}, source).clone()
-            for key, source in read_sources(place, files).items()
-        }
+        return {key: read_weights({files[0]: handle}, source).clone() for key, source in sources.items()}
 
 
 FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
