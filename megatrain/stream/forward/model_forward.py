@@ -191,7 +191,10 @@ class ModelForward:
             return self._enter_head(result) if number == last else result
 
         last = len(self._arrangement.layers) - 1
-        if compiler is not None and not layer.has_fragments:
+        if layer.experts is not None:
+            layer.give_way = lambda place: self.turns.lockstep.give_way(number + place)
+            self._overrides.replace(layer.experts.module, partial(AttachedLayer.run_experts, layer))
+        elif compiler is not None and not layer.has_fragments:
             layer.inner = compiler.runner(layer.module, layer.inner)
         self._overrides.replace(layer.module, forward)
         for block in layer.blocks:
