@@ -201,16 +201,22 @@ class Choice:
         outer += ", on the device alone" * self.has_state_on_device
         outer += "; embedding and head stream" * self.outer_streams
         return (
-            f"layers: {len(self.activations)}{' in fragments' * self.fragments}{self._in_chunks} through {self.num_slots} "
-            f"slots; resident: {self.resident_layers} layers{outer}; activations: "
+            f"layers: {len(self.activations)}{self._in_parts} through {self.num_slots} slots; "
+            f"resident: {self.resident_layers} layers{outer}; activations: "
             f"{_counted(self.activations)}; boundaries on the {self.boundaries}; micro-batches in lockstep: "
             f"{self.lockstep}; gradients wait on: {_counted(self.gradients)}; sums on the {self.sums}; "
             f"updates: {self.updates}"
         )
 
     @property
-    def _in_chunks(self) -> str:
-        return f", experts in {self.expert_chunks} chunks," if self.expert_chunks > 1 else ""
+    def _in_parts(self) -> str:
+        chunks = f", experts in {self.expert_chunks} chunks," if self.expert_chunks > 1 else ""
+        return " in fragments" * self.fragments + chunks
+
+    @property
+    def comes_apart(self) -> bool:
+        """Return whether layers stream in parts of any kind."""
+        return self.fragments or self.expert_chunks > 1
 
     def for_layers(self, num_layers: int) -> Choice:
         """Return the choice for a model of so many layers: one policy or place for all becomes one per layer.

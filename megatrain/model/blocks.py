@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import ModelError
+from megatrain.layout.expert_chunks import passing_order
 from megatrain.model.experts import BehindExperts, behind_experts, experts_of
 from megatrain.model.weights.parts import beside_text
 
@@ -195,15 +196,12 @@ def group_layers(blocks: Sequence[Block]) -> list[list[int]]:
 
 
 def _in_passing_order(blocks: Sequence[Block], layer: list[int]) -> list[int]:
-    parts = [index for index in layer if blocks[index].rows is not None]
-    if not parts:
-        return layer
-    parts.sort(key=lambda index: (-_first_row(blocks[index]), index))
-    return [layer[0], *parts, *(index for index in layer[1:] if blocks[index].rows is None)]
+    chunks = num_chunks(blocks, layer)
+    return [layer[place] for place in passing_order(chunks, len(layer))] if chunks else layer
 
 
 def num_together(blocks: Sequence[Block], layer: Sequence[int]) -> tuple[int, int]:
-    """Return how many blocks of a layer are on the device together, and how many gradients add up together."""
+    """Return how many blocks of a layer, and how many of its sums, are on the device together."""
     if not num_chunks(blocks, layer):
         return len(layer), len(layer)
     return 3, 2  # what is beside the experts, and the two matrices of a chunk; the gradients of these

@@ -1,4 +1,4 @@
-"""The arithmetic of experts in chunks: the same operations as transformers' grouped products, on some experts.
+"""The arithmetic of experts in chunks: transformers' operations on some experts.
 
 Tokens are sorted by expert, so the rows of a chunk lie together. Each function takes tensors on any device.
 
@@ -27,9 +27,9 @@ class Routed:
     weights: Tensor
     """The weight of each choice, (tokens * choices,), token by token."""
     places: Tensor
-    """The place of each sorted row among the choices, (tokens * choices,) int64."""
+    """The place of each sorted row among the choices, (tokens * choices,) integers."""
     experts: Tensor
-    """The expert of each sorted row."""
+    """The expert of each sorted row, likewise."""
     extras: tuple[Tensor, ...]
     """Small weights with a part for each expert in their first dimension: biases of the two products."""
 
@@ -60,7 +60,8 @@ class Routed:
     def saved(self) -> tuple[Tensor, ...]:
         """Return what the backward needs, to be restored by `restored`."""
         small = (extra.detach().clone() for extra in self.extras)  # their block leaves the device
-        return self.hidden.detach(), self.weights.detach(), self.places, self.experts, *small
+        numbers = self.places.to(torch.int32), self.experts.to(torch.int32)
+        return self.hidden.detach(), self.weights.detach(), *numbers, *small
 
     @classmethod
     def restored(cls, saved: Sequence[Tensor]) -> Routed:
@@ -111,9 +112,9 @@ class ChunkRows:
                 gradient is wanted.
         """
         own = slice(rows.start, rows.stop)
-        places = routed.places[own]
+        places = routed.places[own].long()
         tokens = torch.div(places, routed.num_choices, rounding_mode="floor")
-        local = routed.experts[own] - experts.start
+        local = routed.experts[own].long() - experts.start
         numbers = torch.arange(len(experts), device=local.device, dtype=local.dtype)
         offsets = torch.searchsorted(local, numbers, right=True).to(torch.int32)
         taken = [routed.hidden[tokens], routed.weights[places]]

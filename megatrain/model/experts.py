@@ -25,12 +25,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import ModelError
-from megatrain.layout.host_buffers import PAGE_BYTES
+from megatrain.layout.expert_chunks import chunk_ranges, least_chunk
 from megatrain.model.small import SPECIAL_TOKENS, try_small_model
-
-_ALIGNMENT = PAGE_BYTES // 2
-"""A part of a matrix has a multiple of so many elements, whole pages in every dtype: so parts of a parameter
-that lie one after the other are the parameter, in RAM and on drives."""
 
 IMPLEMENTATION = "grouped_mm"
 """The implementation of experts whose bits chunks have."""
@@ -53,10 +49,12 @@ class Experts:
 
     def chunks(self, number: int) -> list[range]:
         """Cut the experts into at most so many chunks of nearly equal size; one: they do not come apart."""
-        per_expert = (self.module.get_parameter(name)[0].numel() for name in self.matrices)
-        step = math.lcm(*(_ALIGNMENT // math.gcd(_ALIGNMENT, numel) for numel in per_expert))
-        size = step * math.ceil(self.number / number / step)
-        return [range(start, min(start + size, self.number)) for start in range(0, self.number, size)]
+        return chunk_ranges(self.number, self.least_chunk, number)
+
+    @property
+    def least_chunk(self) -> int:
+        """Return the number of experts of which a chunk has a multiple."""
+        return least_chunk(self.module.get_parameter(name)[0].numel() for name in self.matrices)
 
 
 @dataclass(frozen=True, slots=True)

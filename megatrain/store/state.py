@@ -184,7 +184,7 @@ class HostState:
         return is_same and kept == asked
 
     def places(self, name: str) -> Sequence[tuple[int, Entry]]:
-        """Return the block, by number, and the entry of each part of a parameter, in the order of its rows."""
+        """Return the block, by number, and the entry of each part of a parameter, by its rows."""
         return self._places[name]
 
     def number_of(self, name: str) -> int:

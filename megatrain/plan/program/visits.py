@@ -279,14 +279,15 @@ def _chunks_back(
 ) -> list[Visit]:
     """List the backward's visits of a layer whose experts come apart: of all micro-batches, pass by pass.
 
-    What is not of the experts is run again first, where the layer is recomputed: it says which tokens go to
-    which expert. A chunk's recomputation and its backward follow each other. Then comes the rest.
+    A chunk's recomputation and its backward follow each other, and what was before the experts comes last,
+    run again then. Only where the layer is recomputed and a block runs behind the experts, all of it but them
+    is run again first.
     """
     main, behind = layer.blocks[0], layer.behind_chunks
     last = layer.blocks[-1]
     visits: list[Visit] = []
     for number in micro_batches:
-        of_one = [Visit(main, micro_batch=number, stays=True)] if layer.is_recomputed else []
+        of_one = [Visit(main, micro_batch=number, stays=True)] if layer.is_recomputed and behind else []
         of_one += [backward(block, number) for block in behind]
         if restores and of_one:
             of_one[0] = replace(of_one[0], restores=last)
@@ -294,7 +295,7 @@ def _chunks_back(
     for first, second in reversed(layer.chunks):
         for number in micro_batches:
             again = Visit(first, micro_batch=number, stays=True)
-            is_first = restores and not layer.is_recomputed and not behind and first == layer.blocks[-2]
+            is_first = restores and not behind and first == layer.blocks[-2]
             visits += [
                 replace(again, restores=last) if is_first else again,
                 backward(second, number),

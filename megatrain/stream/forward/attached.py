@@ -220,6 +220,8 @@ class AttachedLayer:
         self.chunks = _chunks(list(self._parts.values()))
         """The chunks of its experts, in the order of the forward; none: they do not come apart."""
         self.experts = experts_of(module) if self.chunks else None
+        self.is_behind_experts = bool(self.chunks) and len(blocks) > 1 + len(self._parts)
+        """Whether a block of it runs behind its experts."""
 
     def arrange(
         self, executor: Executor, offloaded: OffloadedActivations, policy: Policy, boundaries: Boundaries

@@ -1,4 +1,4 @@
-"""How experts run in chunks: weights stream chunk by chunk, and all micro-batches pass one before the next comes.
+"""How experts run in chunks: all micro-batches of a round pass a chunk before the next one comes.
 
 A call of the experts becomes three kinds of autograd nodes. `_Enter` takes what flows in, `_Chunk` stands for
 one chunk, and `_Leave` gives the sum over each token's choices. What flows between them is an empty ticket,
@@ -6,8 +6,10 @@ which puts them in order; rows of tokens stay with the call. So a chunk's recomp
 each other, and what a token's gradient adds up from is added in the order of the unchunked call: tokens are
 sorted by expert, and chunks pass from the last to the first in the forward, so that they go back in order.
 
-A recomputation of the layer runs no chunk: what autograd saves behind the experts does not depend on what they
-return, or else that is kept.
+A recomputation of the layer runs no chunk: what autograd saves behind the experts does not depend on what
+they return, or else that is kept. Where nothing with weights is behind them, what flows into them is kept
+too, like the layer's input: so each micro-batch is recomputed when all have gone back through the chunks, one
+by one, and what a recomputation saves is there of one at a time.
 """
 
 from __future__ import annotations
@@ -45,6 +47,12 @@ class ChunkVisits(Protocol):
     def end_backward(self) -> None:
         """Take note that autograd goes on with what was before the experts."""
 
+    def keep(self, tensor: Tensor) -> object:
+        """Keep a tensor until the backward, on the device or where inputs of layers wait."""
+
+    def bring(self, kept: object) -> Tensor:
+        """Return a tensor that was kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -66,6 +74,7 @@ class ExpertsCall:
         visits: ChunkVisits,
         device: torch.device,
         *,
+        keeps_input: bool,
         keeps_output: bool,
     ) -> None:
         """Prepare a call.
@@ -75,10 +84,14 @@ class ExpertsCall:
             chunks: Their chunks, in the order of the forward.
             visits: The visits of their blocks.
             device: The device whose autocast the backward has again.
+            keeps_input: A claim that what flows in is kept by itself: the layer is recomputed, but not before
+                the experts have gone back.
             keeps_output: A claim that a recomputation of the layer needs what the call returned.
         """
         self._experts, self._chunks, self._visits = experts, chunks, visits
-        self._keeps_output = keeps_output
+        self._keeps_input, self._keeps_output = keeps_input, keeps_output
+        self._input: list[object] = []
+        self._wants: list[bool] = []
         self._autocast = Autocast(device)
         self._bounds: list[range] = []
         """By chunk: its rows among those of the sorted tokens."""
@@ -98,6 +111,12 @@ class ExpertsCall:
                 at 0 and ends at 1.
         """
         self._bounds = routed.bounds([chunk.experts for chunk in self._chunks])
+        saved: tuple[Tensor, ...] = ()
+        if torch.is_grad_enabled():
+            self._wants = [tensor.requires_grad for tensor in routed.differentiable]
+            saved = routed.saved
+        if saved and self._keeps_input:
+            self._input, saved = [self._visits.keep(tensor) for tensor in saved], ()
         ticket = _Enter.apply(self, ANCHOR, *routed.differentiable) if torch.is_grad_enabled() else None
         num_places = len(self._chunks) + 2
         for number in range(len(self._chunks)):
@@ -109,11 +128,13 @@ class ExpertsCall:
         give_way((num_places - 1) / num_places)
         if ticket is None:
             return self.take_output(routed)
-        found: Tensor = _Leave.apply(self, routed, ticket, *routed.saved)
+        found: Tensor = _Leave.apply(self, routed, ticket, *saved)
         return found
 
     def run_again(self, routed: Routed) -> Tensor:
-        """Stand for the call in a recomputation of its layer: what autograd saves is made, and nothing else."""
+        """Stand for the call in a recomputation of its layer, which wants what autograd saves."""
+        if self._keeps_input:
+            return routed.hidden.new_zeros(routed.hidden.shape)
         ticket = _Enter.apply(None, ANCHOR, *routed.differentiable)
         found: Tensor = _Leave.apply(_Again(self._output), routed, ticket, *routed.saved)
         return found
@@ -143,11 +164,12 @@ class ExpertsCall:
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def begin_backward(self, routed: Routed, gradient: Tensor, wants: Sequence[bool]) -> None:
-        """Take what was saved, the gradient of what the call returned, and what wants a gradient."""
+    def begin_backward(self, saved: Sequence[Tensor], gradient: Tensor) -> None:
+        """Take what autograd has saved, and the gradient of what the call returned."""
         self._visits.begin_backward()
-        self._output = None
-        self._back = _Back(routed, gradient, wants)
+        kept, self._input, self._output = self._input, [], None
+        saved = saved or [self._visits.bring(each) for each in kept]
+        self._back = _Back(Routed.restored(saved), gradient, self._wants)
 
     def go_back(self, number: int) -> None:
         """Run a chunk's forward again, and its backward."""
@@ -266,7 +288,6 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, routed: Routed, ticket: Tensor, *saved: Tensor) -> Tensor:
         ctx.call = call
-        ctx.wants = [tensor.requires_grad for tensor in routed.differentiable]
         ctx.save_for_backward(*saved)
         found: Tensor = call.take_output(routed)
         return found
@@ -274,7 +295,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        ctx.call.begin_backward(Routed.restored(saved), gradient, ctx.wants)
+        ctx.call.begin_backward(saved, gradient)
         return None, None, gradient.new_zeros(()), *(None for _ in saved)
 
 

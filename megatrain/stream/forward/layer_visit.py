@@ -195,7 +195,7 @@ class _Run:
         if self.is_recomputation:
             entry = visit.entries[self._count]
             assert entry.attached is block, "the recomputation took another way than the forward"
-            entry.waits = bool(visit.layer.chunks) and self._count == 0
+            entry.waits = visit.layer.is_behind_experts and self._count == 0
             visit.recomputed.append(entry)
         else:
             entry = _Entry(visit, block)
@@ -218,7 +218,7 @@ class _Run:
     @property
     def _stays_open(self) -> bool:
         """Whether the fragment that was recomputed last is so in its backward's own visit."""
-        is_before_experts = bool(self._visit.layer.chunks) and self._count == 1
+        is_before_experts = self._visit.layer.is_behind_experts and self._count == 1
         return self._count == len(self._visit.entries) and not is_before_experts
 
     def run_experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -232,8 +232,14 @@ class _Run:
         if self.restore():
             layer.executor.close()
         visits = _ChunkVisits(visit)
-        device, keeps = layer.executor.lanes.device, layer.keeps_experts_output and layer.policy.reruns
-        visit.experts = ExpertsCall(layer.experts, layer.chunks, visits, device, keeps_output=keeps)
+        visit.experts = ExpertsCall(
+            layer.experts,
+            layer.chunks,
+            visits,
+            layer.executor.lanes.device,
+            keeps_input=layer.policy.reruns and not layer.is_behind_experts,
+            keeps_output=layer.policy.reruns and layer.keeps_experts_output,
+        )
         return visit.experts.run(routed, self._give_way)
 
     def _give_way(self, place: float) -> None:
@@ -298,6 +304,18 @@ class _ChunkVisits:
     def end_backward(self) -> None:
         """Take note that autograd goes on with what was before the experts."""
         self._visit.go_on_before_experts()
+
+    def keep(self, tensor: Tensor) -> object:
+        """Keep a tensor until the backward: with the layer's input, if that leaves the device."""
+        layer, key = self._visit.layer, self._visit._key
+        return layer.offloaded.save(tensor, key) if layer.boundaries.are_on_host and key >= 0 else tensor
+
+    def bring(self, kept: object) -> Tensor:
+        """Return a tensor that was kept."""
+        if isinstance(kept, Held):
+            return self._visit.layer.offloaded.load(kept)
+        assert isinstance(kept, Tensor)
+        return kept
 
     def _entry(self, block: int) -> BlockVisit:
         return BlockVisit(block, self._visit.current.micro_batch, self._visit)

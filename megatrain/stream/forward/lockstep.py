@@ -1,10 +1,11 @@
 """Micro-batches in lockstep: all of a round pass a layer before any of them enters the next.
 
 Each micro-batch is an ordinary forward of the model, run as a coroutine that gives way at every layer's
-entry, and within a layer before each chunk of its experts, where they come apart. All run in one thread and start in reverse order, so autograd's sequence numbers are block-major and
-backward, which takes the newest first, passes each block with micro-batch 0, 1, 2, ... : gradients add up as
-they would if the micro-batches came one after the other. Where the backward of each head follows its forward,
-they come to the head in their own order, for the same reason.
+entry, and within a layer before each chunk of its experts, where they come apart. All run in one thread and
+start in reverse order, so autograd's sequence numbers are block-major and backward, which takes the newest
+first, passes each block with micro-batch 0, 1, 2, ... : gradients add up as they would if the micro-batches
+came one after the other. Where the backward of each head follows its forward, they come to the head in their
+own order, for the same reason.
 
 Nothing of the model is cut or rewritten. What a coroutine must find again when it goes on is put away and
 back: the parameters in place and the loss's token count by the `Keeper`, and what torch keeps per thread, the
@@ -71,7 +72,8 @@ class Lockstep:
     def give_way(self, layer: float) -> None:
         """Let the other micro-batches reach this layer; does nothing outside of a coroutine.
 
-        A fraction is a place within the layer. The head comes behind the last layer, and a pass begins before the first: -1.
+        A fraction is a place within the layer. The head comes behind the last layer, and a pass begins before
+        the first: -1.
 
         Not in a backward: autograd's own thread cannot change coroutines, and its order is made by then.
         """
