@@ -2,11 +2,17 @@
 
 Where the GPUs of a node share out the experts of each layer, each of them has its part of these, and all of
 the rest. Experts are evenly used.
+
+Before its experts compute, a GPU sends tokens to those that have them (dispatch), and gets what they make of
+these back (combine); the backward does the same with gradients. Nothing computes meanwhile.
+Sources: 2 (1 - 1/n) top_k hidden bytes of a token and pass: Lepikhin et al., "GShard", 2020, section 3; once
+for each GPU that has one of its experts: deepseek-ai/DeepEP, its kernels for training.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import comb
 
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
@@ -47,6 +53,38 @@ def _with_own_share(layer: Layer, share: float) -> Layer:
         for fragment in layer.fragments
     )
     return replace(layer, fragments=fragments)
+
+
+def sent_tokens(num_experts: int, top_k: int, ways: int, *, is_once: bool) -> float:
+    """Return how many times a GPU sends a token, on average, where so many GPUs share out the experts.
+
+    Args:
+        num_experts: The experts of a layer.
+        top_k: The experts of a token.
+        ways: The GPUs that have them, as many each.
+        is_once: Whether a token goes once to each GPU that has some of its experts; else once for each
+            expert that another GPU has.
+    """
+    if not is_once:
+        return top_k * (1 - 1 / ways)
+    missed = comb(num_experts - num_experts // ways, top_k) / comb(num_experts, top_k)
+    return (ways - 1) * (1 - missed)
+
+
+def with_exchange(anatomy: Anatomy, nbytes: float) -> Anatomy:
+    """Return the model with layers in which a dispatch sends so many bytes, and a combine as many.
+
+    A forward has one of both, and so has a backward.
+    """
+
+    def exchanging(cost: Cost) -> Cost:
+        return replace(cost, swapped_bytes=cost.swapped_bytes + 2 * nbytes)
+
+    layers = tuple(
+        replace(layer, forward=exchanging(layer.forward), backward=exchanging(layer.backward))
+        for layer in anatomy.layers
+    )
+    return replace(anatomy, layers=layers)
 
 
 def with_windows(anatomy: Anatomy, share: float) -> Anatomy:

@@ -18,7 +18,14 @@ from typing import Any, cast
 
 from transformers import AutoConfig, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from benchmarks.published.expert_parallel import expert_params, own_share, with_own_share, with_windows
+from benchmarks.published.expert_parallel import (
+    expert_params,
+    own_share,
+    sent_tokens,
+    with_exchange,
+    with_own_share,
+    with_windows,
+)
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import HardwareSpec, MemoryNode, load_machine
 from megatrain.model.profile.anatomy import Anatomy
@@ -41,6 +48,8 @@ _TIED = ("Qwen3-1.7B",)
 _WINDOWED = "attention_flops"
 """The key of a model whose windows no kernel that is counted has: of the attention of whole rows, what they
 leave. The classes of gpt-oss make a T x T matrix, which no system of the rows does."""
+_ACTIVATION_BYTES = 2
+"""Of bf16, which all systems of these rows send tokens in."""
 _FUSED_UPDATE_BYTES = 30
 """Device memory that one fused kernel of AdamW touches per parameter, at most."""
 
@@ -78,6 +87,8 @@ class System:
     """The rate of its attention over that of FlashAttention-2; None: the machine's own."""
     fuses_head: bool | None = None
     """Operations of head and loss are joined; None: as those of layers."""
+    dispatches_once: bool = False
+    """A token goes once to each GPU that has some of its experts, rather than once for each expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,19 +263,28 @@ def config_of(row: Row) -> PretrainedConfig:
 
 def anatomy_of(row: Row) -> Anatomy:
     """Return what a row's model costs a GPU for one of its micro-batches."""
-    return with_own_share(_whole_anatomy(row), _own_share(row)) if row.experts > 1 else _whole_anatomy(row)
+    whole = _whole_anatomy(row)
+    if row.experts == 1:
+        return whole
+    sent = sent_tokens(*_experts_of(row), row.experts, is_once=system_of(row).dispatches_once)
+    nbytes = whole.tokens * sent * config_of(row).hidden_size * _ACTIVATION_BYTES
+    return with_exchange(with_own_share(whole, _own_share(row)), nbytes)
 
 
 def _whole_anatomy(row: Row) -> Anatomy:
     return _count(row.model, row.layers, row.micro_batch_size, row.seq_len)
 
 
-def _own_share(row: Row) -> float:
-    """Return which part of a layer a GPU has, where experts are shared out."""
+def _experts_of(row: Row) -> tuple[int, int]:
     found = experts_of(config_of(row))
     assert found is not None, f"{row.model} has no experts to share out"
+    return found
+
+
+def _own_share(row: Row) -> float:
+    """Return which part of a layer a GPU has, where experts are shared out."""
     whole = _whole_anatomy(row)
-    return own_share(whole, expert_params(whole, *found), row.experts)
+    return own_share(whole, expert_params(whole, *_experts_of(row)), row.experts)
 
 
 def choice_of(row: Row) -> Choice:
