@@ -7,7 +7,7 @@ Source: `grouped_mm_experts_forward` of `transformers.integrations.moe`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +31,20 @@ class Routed:
     experts: Tensor
     """The expert of each sorted row, likewise."""
     extras: tuple[Tensor, ...]
-    """Small weights with a part for each expert in their first dimension: biases of the two products."""
+    """Small weights with a part for each expert in their first dimension, as `Beside` lists them."""
 
     @classmethod
-    def of(cls, experts: Experts, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Routed:
+    def of(cls, hidden: Tensor, chosen: Tensor, weights: Tensor, extras: tuple[Tensor, ...]) -> Routed:
         """Sort what a layer gives to its experts.
 
         Args:
-            experts: The experts, whose module finds its biases.
             hidden: The tokens, (tokens, width).
             chosen: The experts of each token, (tokens, choices).
             weights: The weights of these, (tokens, choices).
+            extras: As below.
         """
         sorted_experts, places = torch.sort(chosen.reshape(-1))
-        return cls(hidden, weights.reshape(-1), places, sorted_experts, biases_of(experts))
+        return cls(hidden, weights.reshape(-1), places, sorted_experts, extras)
 
     @property
     def num_choices(self) -> int:
@@ -56,12 +56,14 @@ class Routed:
         """Return the tensors that may want a gradient."""
         return self.hidden, self.weights, *self.extras
 
-    @property
-    def saved(self) -> tuple[Tensor, ...]:
-        """Return what the backward needs, to be restored by `restored`."""
-        small = (extra.detach().clone() for extra in self.extras)  # their block leaves the device
+    def saved(self, extras: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what the backward needs, to be restored by `restored`.
+
+        Args:
+            extras: The values of its own ones, which outlive the block that they are of.
+        """
         numbers = self.places.to(torch.int32), self.experts.to(torch.int32)
-        return self.hidden.detach(), self.weights.detach(), *numbers, *small
+        return self.hidden.detach(), self.weights.detach(), *numbers, *extras
 
     @classmethod
     def restored(cls, saved: Sequence[Tensor]) -> Routed:
@@ -125,25 +127,77 @@ class ChunkRows:
         return cls(hidden, weights, tokens, places, offsets, local, tuple(extras))
 
 
-def first_product(experts: Experts, rows: ChunkRows, weight: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What belongs to the two matrices of experts beside them: of the first, then of the second."""
+
+    has_bias: bool
+    scalings: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    """Of each matrix: the factors of the adapters, which are two small matrices for each expert."""
+
+    @property
+    def num_first(self) -> int:
+        """Return how many of the extras are of the first matrix."""
+        return self.has_bias + 2 * len(self.scalings[0])
+
+    def adapted(self, place: int, weight: Tensor, extras: Sequence[Tensor]) -> Tensor:
+        """Return a matrix of the experts with what its adapters add."""
+        pairs = extras[self.has_bias :]
+        for scaling, left, right in zip(self.scalings[place], pairs[::2], pairs[1::2], strict=True):
+            with torch.autocast(weight.device.type, enabled=False):
+                weight = torch.baddbmm(weight, left, right, alpha=scaling)
+        return weight
+
+
+def first_product(experts: Experts, beside: Beside, rows: ChunkRows, weight: Tensor) -> Tensor:
     """Return what flows between the two products of a chunk, (rows, inner width)."""
     module: Any = experts.module
-    bias = rows.extras[0][rows.local] if module.has_bias else None
-    out = _grouped_linear(rows.hidden, weight, rows.offsets, bias=bias, is_transposed=module.is_transposed)
+    out = _product(experts, beside, 0, rows, rows.hidden, weight, rows.extras[: beside.num_first])
     found: Tensor = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     return found
 
 
-def second_product(experts: Experts, rows: ChunkRows, inner: Tensor, weight: Tensor) -> Tensor:
+def second_product(
+    experts: Experts, beside: Beside, rows: ChunkRows, inner: Tensor, weight: Tensor
+) -> Tensor:
     """Return the weighted results of a chunk, (rows, width)."""
-    module: Any = experts.module
-    bias = rows.extras[1][rows.local] if module.has_bias else None
-    out = _grouped_linear(inner, weight, rows.offsets, bias=bias, is_transposed=module.is_transposed)
+    out = _product(experts, beside, 1, rows, inner, weight, rows.extras[beside.num_first :])
     return out * rows.weights.unsqueeze(-1)
 
 
-def biases_of(experts: Experts) -> tuple[Tensor, ...]:
-    """Return the biases of the two products, as the module finds them; none: it has none."""
-    if not experts.module.has_bias:
-        return ()
-    return tuple(getattr(experts.module, f"{leaf}_bias") for leaf in experts.matrices)
+def _product(
+    experts: Experts,
+    beside: Beside,
+    place: int,
+    rows: ChunkRows,
+    inputs: Tensor,
+    weight: Tensor,
+    extras: Sequence[Tensor],
+) -> Tensor:
+    bias = extras[0][rows.local] if beside.has_bias else None
+    weight = beside.adapted(place, weight, extras)
+    transposed = experts.module.is_transposed
+    found: Tensor = _grouped_linear(inputs, weight, rows.offsets, bias=bias, is_transposed=transposed)
+    return found
+
+
+Factors = tuple[Tensor, Tensor, float]
+"""An adapter of a matrix of experts: two small matrices for each expert, and a factor."""
+
+
+def beside_of(
+    experts: Experts, adapters: Mapping[str, Sequence[Factors]]
+) -> tuple[Beside, tuple[Tensor, ...]]:
+    """Find what is beside the matrices of experts, as their module finds it.
+
+    Args:
+        experts: The experts.
+        adapters: The adapters of each matrix, by its name.
+    """
+    module: Any = experts.module
+    extras: list[Tensor] = []
+    for leaf in experts.matrices:
+        extras += [getattr(module, f"{leaf}_bias")] if module.has_bias else []
+        extras += [part for left, right, _ in adapters.get(leaf, ()) for part in (left, right)]
+    first, second = (tuple(factors[2] for factors in adapters.get(leaf, ())) for leaf in experts.matrices)
+    return Beside(module.has_bias, (first, second)), tuple(extras)

@@ -75,6 +75,16 @@ def experts_of(layer: nn.Module, *, implementation: str = IMPLEMENTATION) -> Exp
     return found[0] if len(found) == 1 else None
 
 
+def part_to_compile(layer: nn.Module, experts: Experts) -> nn.Module | None:
+    """Return the largest part of a layer beside its experts, such as its attention; None: there is none.
+
+    The layer as a whole is no graph: it gives way to other micro-batches in the middle.
+    """
+    others = [child for child in layer.children() if experts.module not in child.modules()]
+    sizes = [sum(parameter.numel() for parameter in child.parameters()) for child in others]
+    return others[sizes.index(max(sizes))] if any(sizes) else None
+
+
 def _experts(layer: nn.Module) -> Iterator[Experts]:
     module: Any
     for name, module in layer.named_modules():

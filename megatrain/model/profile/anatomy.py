@@ -389,8 +389,8 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
     return replace(
         beside,
         fragments=_fragments(layer.fragments[0].name, experts, chunks, work),
-        forward=_as_it_is(layer.forward + per_chunk),
-        backward=_as_it_is(layer.backward + per_chunk.scaled(2.0)),
+        forward=beside.forward + _as_it_is(work + per_chunk),
+        backward=beside.backward + _as_it_is(layer.backward - beside.backward + per_chunk.scaled(2.0)),
         largest_run=max(experts.main.largest_run, experts.first_params * largest // experts.least_chunk),
         saved_bytes={p: nbytes + left[p] for p, nbytes in beside.saved_bytes.items()},
         kept_bytes=kept,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, find_blocks, group_layers, num_chunks
-from megatrain.model.expert_products import Routed
+from megatrain.model.expert_products import Routed, beside_of
 from megatrain.model.experts import Experts, experts_of
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.profile.anatomy import Cost, ExpertsPart, Fragment, Layer
@@ -44,8 +44,9 @@ def experts_left_out(experts: Experts) -> Iterator[None]:
     """Let a layer run without computing its experts."""
 
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        routed = Routed.of(experts, hidden, chosen, weights)
-        found: Tensor = _LeftOut.apply(routed.hidden, routed.weights, *routed.saved)
+        _, extras = beside_of(experts, {})
+        routed = Routed.of(hidden, chosen, weights, extras)
+        found: Tensor = _LeftOut.apply(routed.hidden, routed.weights, *routed.saved(extras))
         return found
 
     with mock.patch.object(experts.module, "forward", forward):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatrain.config.policies import Policy
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
+from megatrain.model.expert_products import Factors
 from megatrain.model.experts import experts_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.store.digests import note_weights
@@ -220,6 +222,9 @@ class AttachedLayer:
         self.chunks = _chunks(list(self._parts.values()))
         """The chunks of its experts, in the order of the forward; none: they do not come apart."""
         self.experts = experts_of(module) if self.chunks else None
+        self.adapters: dict[str, list[Factors]] = {}
+        """The adapters of its experts' matrices that are active in a call of them, by the matrix's name."""
+        self._small: list[weakref.ref[Tensor]] = []
         self.is_behind_experts = bool(self.chunks) and len(blocks) > 1 + len(self._parts)
         """Whether a block of it runs behind its experts."""
 
@@ -239,6 +244,17 @@ class AttachedLayer:
     def name(self) -> str:
         """Name of the layer, or of its first fragment."""
         return self.blocks[0].block.name
+
+    def kept_small(self, extras: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of small weights beside the experts, which leave the device before the backward.
+
+        They are shared for as long as any call has them: no weight changes before its backward.
+        """
+        found = [kept for reference in self._small if (kept := reference()) is not None]
+        if len(found) != len(extras):
+            found = [extra.detach().clone() for extra in extras]
+            self._small = [weakref.ref(kept) for kept in found]
+        return found
 
     def part(self, block: int) -> AttachedBlock:
         """Return a block of a chunk of experts by its number."""

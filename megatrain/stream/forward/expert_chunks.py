@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatrain.model.expert_products import ChunkRows, Routed, first_product, second_product
+from megatrain.model.expert_products import Beside, ChunkRows, Routed, first_product, second_product
 from megatrain.model.experts import Experts
 from megatrain.stream.activations.torch_state import Autocast
 from megatrain.stream.forward.stream_weights import ANCHOR
@@ -46,6 +46,9 @@ class ChunkVisits(Protocol):
 
     def end_backward(self) -> None:
         """Take note that autograd goes on with what was before the experts."""
+
+    def keep_small(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return copies of small weights beside the experts that all micro-batches of a step share."""
 
     def keep(self, tensor: Tensor) -> object:
         """Keep a tensor until the backward, on the device or where inputs of layers wait."""
@@ -70,6 +73,7 @@ class ExpertsCall:
     def __init__(
         self,
         experts: Experts,
+        beside: Beside,
         chunks: Sequence[Chunk],
         visits: ChunkVisits,
         device: torch.device,
@@ -81,6 +85,7 @@ class ExpertsCall:
 
         Args:
             experts: The experts.
+            beside: What is beside their matrices.
             chunks: Their chunks, in the order of the forward.
             visits: The visits of their blocks.
             device: The device whose autocast the backward has again.
@@ -88,7 +93,7 @@ class ExpertsCall:
                 the experts have gone back.
             keeps_output: A claim that a recomputation of the layer needs what the call returned.
         """
-        self._experts, self._chunks, self._visits = experts, chunks, visits
+        self._experts, self._beside, self._chunks, self._visits = experts, beside, chunks, visits
         self._keeps_input, self._keeps_output = keeps_input, keeps_output
         self._input: list[object] = []
         self._wants: list[bool] = []
@@ -114,7 +119,7 @@ class ExpertsCall:
         saved: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled():
             self._wants = [tensor.requires_grad for tensor in routed.differentiable]
-            saved = routed.saved
+            saved = routed.saved(self._visits.keep_small(routed.extras))
         if saved and self._keeps_input:
             self._input, saved = [self._visits.keep(tensor) for tensor in saved], ()
         ticket = _Enter.apply(self, ANCHOR, *routed.differentiable) if torch.is_grad_enabled() else None
@@ -136,7 +141,8 @@ class ExpertsCall:
         if self._keeps_input:
             return routed.hidden.new_zeros(routed.hidden.shape)
         ticket = _Enter.apply(None, ANCHOR, *routed.differentiable)
-        found: Tensor = _Leave.apply(_Again(self._output), routed, ticket, *routed.saved)
+        saved = routed.saved(self._visits.keep_small(routed.extras))
+        found: Tensor = _Leave.apply(_Again(self._output), routed, ticket, *saved)
         return found
 
     def compute(self, number: int, routed: Routed) -> None:
@@ -145,11 +151,11 @@ class ExpertsCall:
         with _disable_current_modes(), torch.no_grad():  # policies that keep products keep none of these
             part = ChunkRows.of(routed, chunk.experts, rows) if rows else None
             with self._visits.forward(chunk.first) as weight:
-                inner = None if part is None else first_product(self._experts, part, weight)
+                inner = None if part is None else first_product(self._experts, self._beside, part, weight)
             with self._visits.forward(chunk.second) as weight:
                 if part is None or inner is None:
                     return
-                found = second_product(self._experts, part, inner, weight)
+                found = second_product(self._experts, self._beside, part, inner, weight)
             if self._weighted is None:
                 self._weighted = found.new_empty(len(routed.places), found.shape[1])
             self._weighted[part.places] = found
@@ -174,6 +180,7 @@ class ExpertsCall:
     def go_back(self, number: int) -> None:
         """Run a chunk's forward again, and its backward."""
         experts, chunk, rows, back = self._experts, self._chunks[number], self._bounds[number], self._back
+        beside, num_first = self._beside, self._beside.num_first
         assert back is not None, "the experts go back before what they returned has a gradient"
         if not rows:
             self._pass(chunk)
@@ -181,18 +188,18 @@ class ExpertsCall:
         part = back.part(chunk.experts, rows)
         with torch.enable_grad(), self._autocast.again():
             with self._visits.again(chunk.first) as first_weight:
-                inner = first_product(experts, part, first_weight)
+                inner = first_product(experts, beside, part, first_weight)
             leaf = inner.detach().requires_grad_(inner.requires_grad)
             found: list[Tensor | None] = []
 
             def second(weight: Tensor) -> Tensor | None:
-                out = second_product(experts, part, leaf, weight)
-                sources = [leaf, weight, part.weights, *part.extras[1:]]
+                out = second_product(experts, beside, part, leaf, weight)
+                sources = [leaf, weight, part.weights, *part.extras[num_first:]]
                 found.extend(_gradients([out], sources, [back.rows_of(part).to(out.dtype)]))
                 return found[1]
 
             def first(_: Tensor) -> Tensor | None:
-                sources = [part.hidden, first_weight, *part.extras[:1]]
+                sources = [part.hidden, first_weight, *part.extras[:num_first]]
                 of_first = _gradients([inner], sources, found[:1])
                 extras = [*of_first[2:], *found[3:]]
                 back.add(part, chunk.experts, [of_first[0], found[2], *extras])

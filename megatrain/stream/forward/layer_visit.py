@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain.config.policies import RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
-from megatrain.model.expert_products import Routed
+from megatrain.model.expert_products import Routed, beside_of
 from megatrain.model.selective import keeping
 from megatrain.stream.activations.recompute import Recomputation
 from megatrain.stream.activations.saved_tensors import Held
@@ -225,7 +225,8 @@ class _Run:
         """Run the layer's experts chunk by chunk; what is beside them is left for that time."""
         visit, layer = self._visit, self._visit.layer
         assert layer.experts is not None
-        routed = Routed.of(layer.experts, hidden, chosen, weights)
+        beside, extras = beside_of(layer.experts, layer.adapters)
+        routed = Routed.of(hidden, chosen, weights, extras)
         if self.is_recomputation:
             assert visit.experts is not None
             return visit.experts.run_again(routed)
@@ -234,6 +235,7 @@ class _Run:
         visits = _ChunkVisits(visit)
         visit.experts = ExpertsCall(
             layer.experts,
+            beside,
             layer.chunks,
             visits,
             layer.executor.lanes.device,
@@ -304,6 +306,10 @@ class _ChunkVisits:
     def end_backward(self) -> None:
         """Take note that autograd goes on with what was before the experts."""
         self._visit.go_on_before_experts()
+
+    def keep_small(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return copies of small weights that all micro-batches of a step share."""
+        return self._visit.layer.kept_small(extras)
 
     def keep(self, tensor: Tensor) -> object:
         """Keep a tensor until the backward: with the layer's input, if that leaves the device."""
