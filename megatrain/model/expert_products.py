@@ -56,13 +56,11 @@ class Routed:
         """Return the tensors that may want a gradient."""
         return self.hidden, self.weights, *self.extras
 
-    def saved(self, extras: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what the backward needs, to be restored by `restored`.
-
-        Args:
-            extras: The values of its own ones, which outlive the block that they are of.
-        """
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """Return what the backward needs, to be restored by `restored`."""
         numbers = self.places.to(torch.int32), self.experts.to(torch.int32)
+        extras = (extra.detach() for extra in self.extras)
         return self.hidden.detach(), self.weights.detach(), *numbers, *extras
 
     @classmethod

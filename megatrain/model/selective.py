@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -67,6 +67,20 @@ def keeping(policy: Policy) -> Callable[[], Contexts]:
         return _Keeping(kept, policy), _Returning(kept)
 
     return make
+
+
+_aside: list[object] = []
+"""Not empty while what runs is run again by itself, whatever a policy keeps."""
+
+
+@contextmanager
+def kept_by_none() -> Iterator[None]:
+    """Let no policy keep what runs within this context: it is run again by itself."""
+    _aside.append(None)
+    try:
+        yield
+    finally:
+        _aside.pop()
 
 
 @functools.cache  # a schema takes longer to read than a small operation to launch
@@ -125,6 +139,8 @@ class _Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _aside:
+            return func(*args, **kwargs)
         if _written(func):
             self._save_from(func, args, kwargs)
         output = func(*args, **kwargs)

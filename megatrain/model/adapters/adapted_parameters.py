@@ -56,7 +56,7 @@ def _listing_of(wrapper: Any, listed: dict[str, list[tuple[Tensor, Tensor, float
         try:
             yield
         finally:
-            del listed[wrapper.parameter_name]
+            listed.pop(wrapper.parameter_name, None)  # other micro-batches have entered and left meanwhile
 
     return activate
 

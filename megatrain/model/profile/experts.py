@@ -46,7 +46,7 @@ def experts_left_out(experts: Experts) -> Iterator[None]:
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         _, extras = beside_of(experts, {})
         routed = Routed.of(hidden, chosen, weights, extras)
-        found: Tensor = _LeftOut.apply(routed.hidden, routed.weights, *routed.saved(extras))
+        found: Tensor = _LeftOut.apply(routed.hidden, routed.weights, *routed.saved)
         return found
 
     with mock.patch.object(experts.module, "forward", forward):

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatrain.model.expert_products import Beside, ChunkRows, Routed, first_product, second_product
 from megatrain.model.experts import Experts
+from megatrain.model.selective import kept_by_none
 from megatrain.stream.activations.torch_state import Autocast
 from megatrain.stream.forward.stream_weights import ANCHOR
 
@@ -46,9 +46,6 @@ class ChunkVisits(Protocol):
 
     def end_backward(self) -> None:
         """Take note that autograd goes on with what was before the experts."""
-
-    def keep_small(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return copies of small weights beside the experts that all micro-batches of a step share."""
 
     def keep(self, tensor: Tensor) -> object:
         """Keep a tensor until the backward, on the device or where inputs of layers wait."""
@@ -107,22 +104,24 @@ class ExpertsCall:
 
     # -- forward --------------------------------------------------------------------------------------------
 
-    def run(self, routed: Routed, give_way: Callable[[float], None]) -> Tensor:
+    def run(self, given: Routed, small: Sequence[Tensor], give_way: Callable[[float], None]) -> Tensor:
         """Compute the experts of routed tokens, (tokens, width).
 
         Args:
-            routed: The tokens, with their experts.
+            given: The tokens, with their experts.
+            small: Copies of the weights beside the experts, whose own block leaves the device meanwhile.
             give_way: The function that lets other micro-batches come to a place in the layer, which begins
                 at 0 and ends at 1.
         """
+        routed = replace(given, extras=tuple(small))
         self._bounds = routed.bounds([chunk.experts for chunk in self._chunks])
         saved: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled():
-            self._wants = [tensor.requires_grad for tensor in routed.differentiable]
-            saved = routed.saved(self._visits.keep_small(routed.extras))
+            self._wants = [tensor.requires_grad for tensor in given.differentiable]
+            saved = routed.saved
         if saved and self._keeps_input:
             self._input, saved = [self._visits.keep(tensor) for tensor in saved], ()
-        ticket = _Enter.apply(self, ANCHOR, *routed.differentiable) if torch.is_grad_enabled() else None
+        ticket = _Enter.apply(self, ANCHOR, *given.differentiable) if torch.is_grad_enabled() else None
         num_places = len(self._chunks) + 2
         for number in range(len(self._chunks)):
             give_way((number + 1) / num_places)
@@ -136,19 +135,19 @@ class ExpertsCall:
         found: Tensor = _Leave.apply(self, routed, ticket, *saved)
         return found
 
-    def run_again(self, routed: Routed) -> Tensor:
+    def run_again(self, given: Routed, small: Sequence[Tensor]) -> Tensor:
         """Stand for the call in a recomputation of its layer, which wants what autograd saves."""
         if self._keeps_input:
-            return routed.hidden.new_zeros(routed.hidden.shape)
-        ticket = _Enter.apply(None, ANCHOR, *routed.differentiable)
-        saved = routed.saved(self._visits.keep_small(routed.extras))
-        found: Tensor = _Leave.apply(_Again(self._output), routed, ticket, *saved)
+            return given.hidden.new_zeros(given.hidden.shape)
+        routed = replace(given, extras=tuple(small))
+        ticket = _Enter.apply(None, ANCHOR, *given.differentiable)
+        found: Tensor = _Leave.apply(_Again(self._output), routed, ticket, *routed.saved)
         return found
 
     def compute(self, number: int, routed: Routed) -> None:
         """Compute the results of a chunk, without gradients."""
         chunk, rows = self._chunks[number], self._bounds[number]
-        with _disable_current_modes(), torch.no_grad():  # policies that keep products keep none of these
+        with kept_by_none(), torch.no_grad():
             part = ChunkRows.of(routed, chunk.experts, rows) if rows else None
             with self._visits.forward(chunk.first) as weight:
                 inner = None if part is None else first_product(self._experts, self._beside, part, weight)

@@ -229,7 +229,8 @@ class _Run:
         routed = Routed.of(hidden, chosen, weights, extras)
         if self.is_recomputation:
             assert visit.experts is not None
-            return visit.experts.run_again(routed)
+            return visit.experts.run_again(routed, layer.kept_small(extras))
+        small = layer.kept_small(extras)
         if self.restore():
             layer.executor.close()
         visits = _ChunkVisits(visit)
@@ -242,7 +243,7 @@ class _Run:
             keeps_input=layer.policy.reruns and not layer.is_behind_experts,
             keeps_output=layer.policy.reruns and layer.keeps_experts_output,
         )
-        return visit.experts.run(routed, self._give_way)
+        return visit.experts.run(routed, small, self._give_way)
 
     def _give_way(self, place: float) -> None:
         layer = self._visit.layer
@@ -306,10 +307,6 @@ class _ChunkVisits:
     def end_backward(self) -> None:
         """Take note that autograd goes on with what was before the experts."""
         self._visit.go_on_before_experts()
-
-    def keep_small(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return copies of small weights that all micro-batches of a step share."""
-        return self._visit.layer.kept_small(extras)
 
     def keep(self, tensor: Tensor) -> object:
         """Keep a tensor until the backward: with the layer's input, if that leaves the device."""
