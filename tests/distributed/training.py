@@ -10,6 +10,7 @@ from torch import Tensor
 from megatrain.config.choice import StepBatch
 from tests.distributed.cases import TRAINED, add_gates, cut_at, micro_batches, settings_of
 from tests.distributed.threads import RankLanes, ThreadRanks
+from tests.expert_families import APART
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_model
 from tests.stream.runs import HYPER, family_config
@@ -39,7 +40,7 @@ def train(
 
     Args:
         ranks: That train together; None: one.
-        family: Of models.
+        family: Of models, or of those in `APART`, which go before.
         num_runs: Of a step.
         num_micro_batches: Of a step.
         steps: How many.
@@ -59,7 +60,8 @@ def train(
     """
     if ranks is not None:
         ranks.gathers = gathers
-    model = make_model(family_config(family, dropout=dropout) if dropout else FAMILIES[family]())
+    config = family_config(family, dropout=True) if dropout else {**FAMILIES, **APART}[family]()
+    model = make_model(config)
     TRAINED[trained](model)
     if missing:
         add_gates(model)

@@ -2,7 +2,8 @@
 
 Everything is imported, counted and compiled once, in a dry run; each attempt is a fork, so that a kill costs
 no start-up. With `drives`, the killed run has its state on two drives and no checkpoint before the end, and
-`log.txt` says where it went on. With `device`, it has two of its layers on the device and nowhere else.
+`log.txt` says where it went on. With `device`, it has two of its layers on the device and nowhere else. With
+`experts`, or `experts on drives`, its experts come in chunks, on drives in those of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 
 from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
-from tests.train.project import make_config
+from tests.expert_families import APART
+from tests.train.project import make_config, write_corpus
 
 ON_DRIVES: dict[str, dict[str, Any]] = {
     "train": {"device": "emulated", "precision": "bf16"},
@@ -34,20 +36,31 @@ IN_RAM: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "train": {"device": "emulated", "precision": "bf16"},
+    "memory": {"activations": "recompute", "lockstep": 2, "fragments": False, "expert_chunks": 4},
+    "checkpoint": {"every": 5},
+}
+
+
 def sections_of(root: Path, out: str, steps: int, *, where: str) -> dict[str, dict[str, Any]]:
     """Return the settings of a run; both runs have the same but for where the state is."""
-    chosen = {name: dict(values) for name, values in (ON_DRIVES if where == "drives" else IN_RAM).items()}
+    sections = {"drives": ON_DRIVES, "experts": EXPERTS, "experts on drives": EXPERTS}.get(where, IN_RAM)
+    chosen = {name: dict(values) for name, values in sections.items()}
     chosen["train"]["steps"] = steps
     if where == "device":
         chosen["train"] |= {"device": "emulated", "precision": "bf16"}
         chosen["memory"] = {"resident_blocks": 0}
         if out == "killed":
             chosen["memory"] = {"resident_blocks": 2, "mirror_resident": False}
-    if where == "drives":
+    if where.endswith("drives"):
         chosen["checkpoint"] = {"every": None}
         if out == "killed":
             nvme = [str(root / "drive0"), str(root / "drive1")]
-            chosen["memory"]["tiers"] = {"ram": 540_000, "nvme": nvme}
+            ram = 540_000 if where == "drives" else 1_200_000
+            chosen["memory"]["tiers"] = {"ram": ram, "nvme": nvme}
+    if where == "experts" and out == "killed":
+        chosen["memory"]["expert_chunks"] = 2  # another number goes on with the same bits
     return chosen
 
 
@@ -59,7 +72,7 @@ def attempt(root: Path, out: str, steps: int, *, where: str) -> int:
     code = 1
     try:
         torch.set_num_threads(1)
-        if where == "drives":
+        if where.endswith("drives"):
             logging.basicConfig(filename=root / "log.txt", level=logging.INFO)
         train(make_config(root, out, **sections_of(root, out, steps, where=where)))
         code = 0
@@ -92,6 +105,12 @@ def main(root: Path, num_kills: int, seed: int, steps: int, *, where: str) -> No
     One attempt in four is killed at any moment, the others in the middle of their steps, a few of which they
     have taken, however slow the computer is.
     """
+    if where.startswith("experts"):
+        (root / "model").mkdir(exist_ok=True)
+        write_corpus(root / "corpus.txt")
+        config = APART["qwen3_moe"]()
+        config.vocab_size = 300
+        config.save_pretrained(root / "model")
     dry_run(make_config(root, "whole", **sections_of(root, "whole", steps, where=where)), lambda _: None)
     if wait(attempt(root, "whole", steps, where=where)):
         sys.exit("the uninterrupted run failed")

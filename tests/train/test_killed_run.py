@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatrain.layout.blocks import split_part_name
 from tests.forks import run_module
-from tests.train.test_loop import assert_same_runs
+from tests.train.test_loop import assert_same_runs, rows_of, state_of
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,42 @@ def test_killed_run_equals_uninterrupted_run(tmp_path: Path, where: str, num_kil
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"{num_kills} kills in {steps} steps" in done.stdout
     assert_same_runs(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("where", "num_kills", "steps"),
+    [
+        ("experts", 2, 12),
+        ("experts on drives", 2, 12),
+        pytest.param("experts", 20, 100, marks=pytest.mark.parity),
+        pytest.param("experts on drives", 20, 100, marks=pytest.mark.parity),
+    ],
+)
+def test_killed_run_goes_on_with_other_chunks_of_experts(
+    tmp_path: Path, where: str, num_kills: int, steps: int
+) -> None:
+    """In RAM there are half as many as in the run that is whole: files are others, and no bit is."""
+    done = run_module("tests.train.killed_run", tmp_path, str(num_kills), "0", str(steps), where)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("step", "loss", "grad_norm"):
+        killed, whole = (rows_of(tmp_path / run) for run in ("killed", "whole"))
+        assert [row[name] for row in killed] == [row[name] for row in whole], name
+    left, right = (joined_parts(state_of(tmp_path / run)) for run in ("killed", "whole"))
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def joined_parts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the parts of each tensor, and leave out in which file it is."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for key, tensor in state.items():
+        name, rows = split_part_name(key.split(": ")[1])
+        parts.setdefault(f"{key.split()[0]} {name}", []).append((0 if rows is None else rows.start, tensor))
+    return {
+        name: torch.cat([part for _, part in sorted(found, key=lambda each: each[0])])
+        for name, found in parts.items()
+    }
 
 
 @pytest.mark.parametrize(
