@@ -142,6 +142,9 @@ class Layer:
     made_bytes: tuple[int, int] = (0, 0)
     """Most bytes at a time that a backward makes where nothing saved is freed in its course: while copies to
     the host go on. As a whole layer, and in fragments."""
+    route_bytes: int = 0
+    """Bytes of what its routers choose, which stay where it may run again; `saved_bytes` counts them under
+    policies that rerun."""
     rerun_peak_bytes: int = 0
     """Most bytes at a time of a forward of which nothing stays: what makes a dropped boundary again."""
     compiled: tuple[CompiledKeep, ...] = ()

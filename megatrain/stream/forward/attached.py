@@ -14,6 +14,7 @@ from megatrain.config.policies import Policy
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
+from megatrain.model.routes import Router, routers_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.store.digests import note_weights
 from megatrain.store.state import HostState
@@ -192,6 +193,9 @@ class AttachedLayer:
         self.module: nn.Module = module
         self.has_fragments = bool(blocks[0].block.entries)
         self.inner: Callable[..., Any] = module.forward
+        self.routers: list[Router] = routers_of(module)
+        """Its routers that run uncompiled; the compiler sees to those that it runs."""
+        self.has_routers = bool(self.routers)
         self.entering: Callable[[AttachedBlock], None] | None = None
         """What takes note of the fragment whose module is called; None: the layer is not running."""
 
@@ -201,6 +205,11 @@ class AttachedLayer:
         """Let the layer run through `executor`, under `policy`."""
         self.executor, self.offloaded = executor, offloaded
         self.policy, self.boundaries = policy, boundaries
+
+    def leave_routers(self, part: nn.Module) -> None:
+        """Leave the routers in a part of the layer to the compiler that runs it."""
+        inside = set(part.modules())
+        self.routers = [router for router in self.routers if router.module not in inside]
 
     @property
     def is_trained(self) -> bool:

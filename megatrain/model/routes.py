@@ -1,0 +1,225 @@
+"""Routers of layers with experts: what they choose is noted, and chosen again where the layer runs again.
+
+A router scores the experts for each token and takes the best. Where scores are nearly equal, a kernel that
+does not repeat its bits could send a token to other experts in a recomputation, and the backward would then
+be of a forward that nobody has run. So every run of a visit after its first gives a router its own choices
+back, in the place where it makes them. All that follows is computed as ever, so weights belong to the experts
+that were chosen, also where groups of experts are chosen first. A choice is kept in four bytes.
+
+What is watched is a router's own forward, and in it `topk`, and `max` along a dimension. Autograd sees the
+operation that the model has called; its values are read at the kept indices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.errors import ModelError
+
+Choice: TypeAlias = tuple[Tensor, Tensor]
+"""The best scores along a dimension, and their indices (int64)."""
+
+_DTYPE = torch.int32
+"""The type of kept indices."""
+
+_NAMES = frozenset({"router", "gate"})
+"""Names that routers have in the modules of transformers, in layers that hold `experts`."""
+_METHOD = "route_tokens_to_experts"
+"""A method of modules that hold experts and choose among them themselves."""
+
+_FUNCTIONS = frozenset({torch.topk, Tensor.topk, torch.max, Tensor.max})
+_TOPK = torch.ops.aten.topk.default
+_MAX = torch.ops.aten.max.dim
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """A module that chooses experts for each token."""
+
+    name: str
+    """The name of the module in the one in which it was found."""
+    module: nn.Module
+
+
+def routers_of(module: nn.Module) -> list[Router]:
+    """Find the routers among the parts of a module; one that holds no experts has none.
+
+    Args:
+        module: A decoder layer, or a part of one.
+    """
+    leaves = {name: name.rpartition(".")[2] for name, _ in module.named_modules()}
+    if "experts" not in leaves.values():
+        return []
+    found: list[Router] = []
+    for name, part in module.named_modules():
+        is_router = leaves[name] in _NAMES or hasattr(type(part), _METHOD)
+        if is_router and not any(part is inner for router in found for inner in router.module.modules()):
+            found.append(Router(name, part))
+    return found
+
+
+class Routes:
+    """What the routers of a layer choose in one visit: in its first run, and the same in all that follow."""
+
+    def __init__(self, name: str, *, keeps: bool = True) -> None:
+        """Know of no choice yet.
+
+        Args:
+            name: The name of the layer, for messages.
+            keeps: Whether the layer may run again, so that choices are kept.
+        """
+        self._name = name
+        self._keeps = keeps
+        self.kept: list[Tensor] = []
+        """The indices of each choice, in their order."""
+        self._num_chosen = 0
+        """Choices of the run that is going on, or was last."""
+        self._has_run = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Take what routers choose within this context for the choices of a run of the visit."""
+        self._num_chosen = 0
+        try:
+            with _as_running(self):
+                yield
+        finally:
+            self._has_run = True  # a run that follows may end early, through an exception
+
+    def choose(self, scores: Tensor, dim: int, make: Callable[[], Choice]) -> Choice:
+        """Return the choice that `make` makes in the first run, and what was chosen there in all others.
+
+        Args:
+            scores: The scores of which some are chosen.
+            dim: The dimension along which they are, which indices have too.
+            make: The function that chooses.
+
+        Raises:
+            ModelError: The layer does not do the same twice.
+        """
+        number, self._num_chosen = self._num_chosen, self._num_chosen + 1
+        if not self._has_run:
+            values, indices = make()
+            if self._keeps:
+                self.kept.append(indices.to(_DTYPE))
+            return values, indices
+        if number >= len(self.kept) or _without(self.kept[number], dim) != _without(scores, dim):
+            raise ModelError(
+                f"a router of {self._name} does not choose for the same tokens in its recomputation as in "
+                "the forward (does it keep state between calls?); use activations=keep"
+            )
+        kept = self.kept[number].long()
+        return scores.gather(dim, kept), kept
+
+
+def running_routes() -> Routes | None:
+    """Return the routes of the visit that runs in this thread; None: no layer with routers does."""
+    return getattr(_local, "routes", None)
+
+
+def unnoticed() -> AbstractContextManager[object]:
+    """Let what routers choose within this context be no choices of a visit."""
+    return _as_running(None)
+
+
+@contextmanager
+def _as_running(routes: Routes | None) -> Iterator[None]:
+    outer, _local.routes = running_routes(), routes
+    try:
+        yield
+    finally:
+        _local.routes = outer
+
+
+def _without(tensor: Tensor, dim: int) -> list[int]:
+    shape = list(tensor.shape)
+    del shape[dim]
+    return shape
+
+
+def watched(routers: Sequence[Router]) -> AbstractContextManager[object]:
+    """Let the choices of routers be those of the visit that runs.
+
+    Args:
+        routers: The routers, whose modules run uncompiled in this context; without one, or where no visit
+            runs, nothing changes.
+    """
+    routes = running_routes()
+    return _watched(routers, routes) if routers and routes is not None else nullcontext()
+
+
+@contextmanager
+def _watched(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
+    held = [(router.module.__dict__, router.module.__dict__.get("forward")) for router in routers]
+    for router in routers:
+        router.module.__dict__["forward"] = _watching(router.module.forward, routes)
+    try:
+        yield
+    finally:
+        for attributes, forward in held:
+            del attributes["forward"]
+            if forward is not None:
+                attributes["forward"] = forward
+
+
+def _watching(inner: Callable[..., Any], routes: Routes) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Functions(routes):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+class _Functions(TorchFunctionMode):
+    """Finds the calls that may choose. Only these pass a dispatch mode, which costs ten times as much."""
+
+    def __init__(self, routes: Routes) -> None:
+        super().__init__()
+        self._routes = routes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _FUNCTIONS:
+            return func(*args, **kwargs)
+        with _Operations(self._routes):
+            return func(*args, **kwargs)
+
+
+class _Operations(TorchDispatchMode):
+    """Lets a visit choose, below autograd."""
+
+    def __init__(self, routes: Routes) -> None:
+        super().__init__()
+        self._routes = routes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _TOPK:
+            return self._topk(*args, **kwargs)
+        if func is _MAX:
+            return self._max(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _topk(
+        self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> Choice:
+        return self._routes.choose(scores, dim, lambda: _TOPK(scores, k, dim, largest, sorted))
+
+    def _max(self, scores: Tensor, dim: int, keepdim: bool = False) -> Choice:
+        values, indices = self._routes.choose(scores, dim, lambda: _MAX(scores, dim, True))
+        return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
