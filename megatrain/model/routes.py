@@ -28,6 +28,13 @@ from megatrain.errors import ModelError
 Choice: TypeAlias = tuple[Tensor, Tensor]
 """The best scores along a dimension, and their indices (int64)."""
 
+Count: TypeAlias = Callable[[int, Tensor, int], object]
+"""A function of the place of a router in its layer, the experts that it has chosen, and their number."""
+
+COUNT_DTYPE = torch.int64
+"""The type of the counts of tokens that a function of `Count` keeps."""
+COUNT_BYTES = COUNT_DTYPE.itemsize
+
 _DTYPE = torch.int32
 """The type of kept indices."""
 
@@ -72,15 +79,19 @@ def routers_of(module: nn.Module) -> list[Router]:
 class Routes:
     """What the routers of a layer choose in one visit: in its first run, and the same in all that follow."""
 
-    def __init__(self, name: str, *, keeps: bool = True) -> None:
+    def __init__(self, name: str, *, keeps: bool = True, count: Count | None = None) -> None:
         """Know of no choice yet.
 
         Args:
             name: The name of the layer, for messages.
             keeps: Whether the layer may run again, so that choices are kept.
+            count: The function that is given the experts that each router has chosen in the first run.
         """
         self._name = name
         self._keeps = keeps
+        self._count = count
+        self._num_routers = 0
+        """Routers that have chosen their experts in the first run."""
         self.kept: list[Tensor] = []
         """The indices of each choice, in their order."""
         self._num_chosen = 0
@@ -121,6 +132,12 @@ class Routes:
             )
         kept = self.kept[number].long()
         return scores.gather(dim, kept), kept
+
+    def chose_experts(self, indices: Tensor, num_experts: int) -> None:
+        """Take note that the next router has chosen these of its experts, the last of its choices."""
+        if self._count is not None and not self._has_run:
+            self._count(self._num_routers, indices, num_experts)
+            self._num_routers += 1
 
 
 def running_routes() -> Routes | None:
@@ -175,8 +192,12 @@ def _watched(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
 
 def _watching(inner: Callable[..., Any], routes: Routes) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Functions(routes):
-            return inner(*args, **kwargs)
+        operations = _Operations(routes)
+        with _Functions(operations):
+            result = inner(*args, **kwargs)
+        if operations.experts is not None:
+            routes.chose_experts(*operations.experts)
+        return result
 
     return forward
 
@@ -184,9 +205,9 @@ def _watching(inner: Callable[..., Any], routes: Routes) -> Callable[..., Any]:
 class _Functions(TorchFunctionMode):
     """Finds the calls that may choose. Only these pass a dispatch mode, which costs ten times as much."""
 
-    def __init__(self, routes: Routes) -> None:
+    def __init__(self, operations: _Operations) -> None:
         super().__init__()
-        self._routes = routes
+        self._operations = operations
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -194,7 +215,7 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _FUNCTIONS:
             return func(*args, **kwargs)
-        with _Operations(self._routes):
+        with self._operations:
             return func(*args, **kwargs)
 
 
@@ -204,6 +225,8 @@ class _Operations(TorchDispatchMode):
     def __init__(self, routes: Routes) -> None:
         super().__init__()
         self._routes = routes
+        self.experts: tuple[Tensor, int] | None = None
+        """The last choice of `topk`, and among how many it was; those of `max` are of steps on the way."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -218,7 +241,9 @@ class _Operations(TorchDispatchMode):
     def _topk(
         self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
     ) -> Choice:
-        return self._routes.choose(scores, dim, lambda: _TOPK(scores, k, dim, largest, sorted))
+        values, indices = self._routes.choose(scores, dim, lambda: _TOPK(scores, k, dim, largest, sorted))
+        self.experts = indices, scores.shape[dim]
+        return values, indices
 
     def _max(self, scores: Tensor, dim: int, keepdim: bool = False) -> Choice:
         values, indices = self._routes.choose(scores, dim, lambda: _MAX(scores, dim, True))

@@ -210,7 +210,8 @@ class Anatomy:
     head_has_kernel: bool
     """Whether a kernel of ours joins operations of head and loss, where kernels run."""
     constant_bytes: int
-    """Buffers on the device, and what a pass keeps beside its layers (rotary tables, masks), each once."""
+    """Buffers on the device, what a pass keeps beside its layers (rotary tables, masks), and the counts of
+    experts' tokens, each once."""
     checkpoint_bytes: int
     """Bytes of a full checkpoint: model and optimizer state."""
     pass_bytes: int = 0

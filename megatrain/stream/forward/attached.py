@@ -14,7 +14,7 @@ from megatrain.config.policies import Policy
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
-from megatrain.model.routes import Router, routers_of
+from megatrain.model.routes import Count, Router, Routes, routers_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.store.digests import note_weights
 from megatrain.store.state import HostState
@@ -195,7 +195,9 @@ class AttachedLayer:
         self.inner: Callable[..., Any] = module.forward
         self.routers: list[Router] = routers_of(module)
         """Its routers that run uncompiled; the compiler sees to those that it runs."""
-        self.has_routers = bool(self.routers)
+        self.router_names = [router.name for router in self.routers]
+        self.count: Count | None = None
+        """What is given the experts that each of these routers has chosen; None: nobody wants to know."""
         self.entering: Callable[[AttachedBlock], None] | None = None
         """What takes note of the fragment whose module is called; None: the layer is not running."""
 
@@ -205,6 +207,13 @@ class AttachedLayer:
         """Let the layer run through `executor`, under `policy`."""
         self.executor, self.offloaded = executor, offloaded
         self.policy, self.boundaries = policy, boundaries
+
+    def routes(self) -> Routes | None:
+        """Return what takes note of the choices of its routers in one visit; None: nobody needs them."""
+        keeps = self.policy.reruns or self.boundaries.is_source
+        if not self.router_names or not (keeps or self.count is not None):
+            return None
+        return Routes(self.name, keeps=keeps, count=self.count)
 
     def leave_routers(self, part: nn.Module) -> None:
         """Leave the routers in a part of the layer to the compiler that runs it."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from megatrain.model.routes import Router, running_routes
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-_NAMES = ("k", "dim", "largest", "sorted")
+_NAMES = ("input", "k", "dim", "largest", "sorted")
 _DEFAULTS = {"dim": -1, "largest": True, "sorted": True}
 
 Lines: TypeAlias = Mapping[str, frozenset[int]]
@@ -27,7 +27,9 @@ Lines: TypeAlias = Mapping[str, frozenset[int]]
 
 
 @torch.library.custom_op("megatrain::choose", mutates_args=())
-def choose(scores: Tensor, k: int, dim: int, largest: bool, is_sorted: bool) -> tuple[Tensor, Tensor]:
+def choose(
+    scores: Tensor, k: int, dim: int, largest: bool, is_sorted: bool, is_of_experts: bool
+) -> tuple[Tensor, Tensor]:
     """Return what `torch.topk` does in the first run of a visit, and what it chose there in all others."""
 
     def make() -> tuple[Tensor, Tensor]:
@@ -35,11 +37,18 @@ def choose(scores: Tensor, k: int, dim: int, largest: bool, is_sorted: bool) -> 
         return values, indices
 
     routes = running_routes()
-    return make() if routes is None else routes.choose(scores, dim, make)  # none runs where it is tried
+    if routes is None:  # it is tried out
+        return make()
+    chosen = routes.choose(scores, dim, make)
+    if is_of_experts:
+        routes.chose_experts(chosen[1], scores.shape[dim])
+    return chosen
 
 
 @choose.register_fake
-def _(scores: Tensor, k: int, dim: int, largest: bool, is_sorted: bool) -> tuple[Tensor, Tensor]:
+def _(
+    scores: Tensor, k: int, dim: int, largest: bool, is_sorted: bool, is_of_experts: bool
+) -> tuple[Tensor, Tensor]:
     values, indices = torch.topk(scores, k, dim, largest, is_sorted)
     return values, indices
 
@@ -53,7 +62,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
-    return gradient.new_zeros(ctx.shape).scatter(ctx.dim, indices, gradient), None, None, None, None
+    return gradient.new_zeros(ctx.shape).scatter(ctx.dim, indices, gradient), None, None, None, None, None
 
 
 choose.register_autograd(_backward, setup_context=_set_up)
@@ -70,21 +79,23 @@ def lines_of(routers: Sequence[Router]) -> Lines:
 
 def ask_visits(graph: Graph, lines: Lines) -> None:
     """Let each `topk` of these lines, or of what they call, be chosen by the visit that runs."""
-    for node in list(graph.nodes):
-        if not lines or not (node.target is torch.topk or node.target == "topk") or not _is_of(node, lines):
-            continue
-        scores, *given = node.args
-        named = {**_DEFAULTS, **dict(zip(_NAMES, given, strict=False)), **node.kwargs}
-        scores = named.pop("input", scores)
+    calls = [node for node in graph.nodes if node.target in (torch.topk, "topk") and _is_of(node, lines)]
+    arguments = [_arguments(node) for node in calls]
+    sizes = [scores.meta["example_value"].shape[dim] for scores, _, dim, *_ in arguments]
+    for node, given, size in zip(calls, arguments, sizes, strict=True):
         with graph.inserting_before(node):
-            chosen = graph.call_function(
-                torch.ops.megatrain.choose.default, (scores, *(named[name] for name in _NAMES))
-            )
+            # groups of experts, or those of a group, are fewer than the experts
+            chosen = graph.call_function(torch.ops.megatrain.choose.default, (*given, size == max(sizes)))
         chosen.meta.update(node.meta)
         # a backward that computes a part of the forward again, within a budget, runs when no visit does
         chosen.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         node.replace_all_uses_with(chosen)
         graph.erase_node(node)
+
+
+def _arguments(node: Node) -> list[Any]:
+    named = {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    return [named[name] for name in _NAMES]
 
 
 def _is_of(node: Node, lines: Lines) -> bool:

@@ -89,9 +89,7 @@ class LayerVisit:
         layer, current, policy = self.layer, self.current, self.layer.policy
         current.note(layer)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
-        routes = None
-        if layer.has_routers:
-            routes = Routes(layer.name, keeps=policy.reruns or boundaries.is_source)
+        routes = layer.routes()
         packed = call = None
         if boundaries.packs or policy.is_offloaded:
             self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)

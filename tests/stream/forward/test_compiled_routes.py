@@ -48,7 +48,7 @@ def test_a_compiled_layer_finds_the_choices_of_its_forward(family: str, activati
 
 def test_a_compiled_choice_has_the_gradient_of_topk() -> None:
     scores = torch.randn(5, 6, requires_grad=True)
-    values, indices = torch.ops.megatrain.choose(scores, 2, -1, True, True)
+    values, indices = torch.ops.megatrain.choose(scores, 2, -1, True, True, True)
     expected = torch.topk(scores, 2)
     assert torch.equal(indices, expected.indices)
     grads = [torch.autograd.grad(each.exp().sum(), scores)[0] for each in (values, expected.values)]
