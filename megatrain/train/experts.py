@@ -40,6 +40,8 @@ class ExpertWatch:
         self._ranks = ranks
         self._steps_without: dict[str, Tensor] = {}
         """By router, for each expert the steps since it last got a token."""
+        self._named: dict[str, Tensor] = {}
+        """Whether each of them was named."""
         self._total: dict[str, Tensor] = {}
         self._num_steps = 0
 
@@ -79,11 +81,14 @@ class ExpertWatch:
         return total
 
     def _dead(self, router: str, count: Tensor) -> list[int]:
-        """Return the experts that have just been without a token for so long."""
+        """Return the experts that have been without a token for so long, and were not named."""
         before = self._steps_without.get(router, torch.zeros_like(count))
         after = self._steps_without[router] = torch.where(count > 0, 0, before + 1)
-        named: list[int] = (after == WINDOW).nonzero().flatten().tolist()
-        return named
+        named = self._named.setdefault(router, torch.zeros_like(count, dtype=torch.bool))
+        dead = (after >= WINDOW) & ~named
+        named |= dead
+        found: list[int] = dead.nonzero().flatten().tolist()
+        return found
 
 
 def load_of(count: Tensor) -> dict[str, float]:
