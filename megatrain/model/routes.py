@@ -6,8 +6,8 @@ be of a forward that nobody has run. So every run of a visit after its first giv
 back, in the place where it makes them. All that follows is computed as ever, so weights belong to the experts
 that were chosen, also where groups of experts are chosen first. A choice is kept in four bytes.
 
-What is watched is a router's own forward, and in it `topk`, and `max` along a dimension. Autograd sees the
-operation that the model has called; its values are read at the kept indices.
+What is watched is a router's own forward, and in it `topk`, and `max` along a dimension. A later run reads
+scores at the kept indices, which are all that autograd saves of it, as in the first run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.errors import ModelError
 
@@ -43,9 +42,8 @@ _NAMES = frozenset({"router", "gate"})
 _METHOD = "route_tokens_to_experts"
 """A method of modules that hold experts and choose among them themselves."""
 
-_FUNCTIONS = frozenset({torch.topk, Tensor.topk, torch.max, Tensor.max})
-_TOPK = torch.ops.aten.topk.default
-_MAX = torch.ops.aten.max.dim
+_TOPK = frozenset({torch.topk, Tensor.topk})
+_MAX = frozenset({torch.max, Tensor.max})
 
 _local = threading.local()
 
@@ -108,13 +106,16 @@ class Routes:
         finally:
             self._has_run = True  # a run that follows may end early, through an exception
 
-    def choose(self, scores: Tensor, dim: int, make: Callable[[], Choice]) -> Choice:
+    def choose(
+        self, scores: Tensor, dim: int, make: Callable[[], Choice], *, keeps_dim: bool = True
+    ) -> Choice:
         """Return the choice that `make` makes in the first run, and what was chosen there in all others.
 
         Args:
             scores: The scores of which some are chosen.
-            dim: The dimension along which they are, which indices have too.
+            dim: The dimension along which they are.
             make: The function that chooses.
+            keeps_dim: Whether the choice has this dimension.
 
         Raises:
             ModelError: The layer does not do the same twice.
@@ -123,15 +124,16 @@ class Routes:
         if not self._has_run:
             values, indices = make()
             if self._keeps:
-                self.kept.append(indices.to(_DTYPE))
+                kept = indices.detach().to(_DTYPE)
+                self.kept.append(kept if keeps_dim else kept.unsqueeze(dim))
             return values, indices
         if number >= len(self.kept) or _without(self.kept[number], dim) != _without(scores, dim):
             raise ModelError(
                 f"a router of {self._name} does not choose for the same tokens in its recomputation as in "
                 "the forward (does it keep state between calls?); use activations=keep"
             )
-        kept = self.kept[number].long()
-        return scores.gather(dim, kept), kept
+        values, indices = _Again.apply(scores, self.kept[number].long(), dim, keeps_dim)
+        return values, indices
 
     def chose_experts(self, indices: Tensor, num_experts: int) -> None:
         """Take note that the next router has chosen these of its experts, the last of its choices."""
@@ -192,35 +194,18 @@ def _watched(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
 
 def _watching(inner: Callable[..., Any], routes: Routes) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        operations = _Operations(routes)
-        with _Functions(operations):
+        choices = _Choices(routes)
+        with choices:
             result = inner(*args, **kwargs)
-        if operations.experts is not None:
-            routes.chose_experts(*operations.experts)
+        if choices.experts is not None:
+            routes.chose_experts(*choices.experts)
         return result
 
     return forward
 
 
-class _Functions(TorchFunctionMode):
-    """Finds the calls that may choose. Only these pass a dispatch mode, which costs ten times as much."""
-
-    def __init__(self, operations: _Operations) -> None:
-        super().__init__()
-        self._operations = operations
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _FUNCTIONS:
-            return func(*args, **kwargs)
-        with self._operations:
-            return func(*args, **kwargs)
-
-
-class _Operations(TorchDispatchMode):
-    """Lets a visit choose, below autograd."""
+class _Choices(TorchFunctionMode):
+    """Lets a visit choose where a router calls `topk`, or `max` along a dimension."""
 
     def __init__(self, routes: Routes) -> None:
         super().__init__()
@@ -228,23 +213,45 @@ class _Operations(TorchDispatchMode):
         self.experts: tuple[Tensor, int] | None = None
         """The last choice of `topk`, and among how many it was; those of `max` are of steps on the way."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _TOPK:
-            return self._topk(*args, **kwargs)
-        if func is _MAX:
-            return self._max(*args, **kwargs)
+        if func in _TOPK:
+            scores, _, dim = _named(args, kwargs, {"input": None, "k": None, "dim": -1})
+            chosen = self._routes.choose(scores, dim, lambda: func(*args, **kwargs))
+            self.experts = chosen[1], scores.shape[dim]
+            return torch.return_types.topk(chosen)
+        if func in _MAX:
+            scores, dim, keeps_dim = _named(args, kwargs, {"input": None, "dim": None, "keepdim": False})
+            if isinstance(dim, int):
+                return torch.return_types.max(
+                    self._routes.choose(scores, dim, lambda: func(*args, **kwargs), keeps_dim=keeps_dim)
+                )
         return func(*args, **kwargs)
 
-    def _topk(
-        self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-    ) -> Choice:
-        values, indices = self._routes.choose(scores, dim, lambda: _TOPK(scores, k, dim, largest, sorted))
-        self.experts = indices, scores.shape[dim]
-        return values, indices
 
-    def _max(self, scores: Tensor, dim: int, keepdim: bool = False) -> Choice:
-        values, indices = self._routes.choose(scores, dim, lambda: _MAX(scores, dim, True))
-        return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any], defaults: dict[str, Any]) -> list[Any]:
+    """Return the first arguments of a call by their names."""
+    return list({**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}.values())[: len(defaults)]
+
+
+class _Again(torch.autograd.Function):
+    """Reads scores at kept indices: what the second run of a choice saves is what the first one has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, indices: Tensor, dim: int, keeps_dim: bool) -> Choice:
+        ctx.dim, ctx.keeps_dim, ctx.shape = dim, keeps_dim, scores.shape
+        indices = indices if keeps_dim else indices.squeeze(dim)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        at = indices if keeps_dim else indices.unsqueeze(dim)
+        values = scores.gather(dim, at)
+        return values if keeps_dim else values.squeeze(dim), indices
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        if not ctx.keeps_dim:
+            gradient, indices = gradient.unsqueeze(ctx.dim), indices.unsqueeze(ctx.dim)
+        return gradient.new_zeros(ctx.shape).scatter(ctx.dim, indices, gradient), None, None, None

@@ -106,7 +106,7 @@ def test_without_kept_routes_a_perturbed_router_chooses_others(
     """The perturbation of these tests is one that the kept routes withstand, and nothing else does."""
     engine = attached(family, "recompute")
     for layer in engine.arrangement.layers:
-        layer.has_routers = False
+        layer.router_names = []
     perturbed = Perturbed(engine, monkeypatch)
     train(engine)
     assert not perturbed.is_same
