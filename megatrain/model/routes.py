@@ -12,9 +12,9 @@ scores at the kept indices, which are all that autograd saves of it, as in the f
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,7 +45,8 @@ _METHOD = "route_tokens_to_experts"
 _TOPK = frozenset({torch.topk, Tensor.topk})
 _MAX = frozenset({torch.max, Tensor.max})
 
-_local = threading.local()
+_routes: ContextVar[Routes | None] = ContextVar("routes", default=None)
+"""Those of the visit that runs, which each thread has of its own, and each coroutine of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,8 +144,8 @@ class Routes:
 
 
 def running_routes() -> Routes | None:
-    """Return the routes of the visit that runs in this thread; None: no layer with routers does."""
-    return getattr(_local, "routes", None)
+    """Return the routes of the visit that runs; None: no layer with routers does."""
+    return _routes.get()
 
 
 def unnoticed() -> AbstractContextManager[object]:
@@ -154,11 +155,12 @@ def unnoticed() -> AbstractContextManager[object]:
 
 @contextmanager
 def _as_running(routes: Routes | None) -> Iterator[None]:
-    outer, _local.routes = running_routes(), routes
+    outer = _routes.get()
+    _routes.set(routes)  # a token could not be used: a coroutine may be ended by another one
     try:
         yield
     finally:
-        _local.routes = outer
+        _routes.set(outer)
 
 
 def _without(tensor: Tensor, dim: int) -> list[int]:
@@ -174,15 +176,17 @@ def watched(routers: Sequence[Router]) -> AbstractContextManager[object]:
         routers: The routers, whose modules run uncompiled in this context; without one, or where no visit
             runs, nothing changes.
     """
-    routes = running_routes()
-    return _watched(routers, routes) if routers and routes is not None else nullcontext()
+    return _watched(routers) if routers and running_routes() is not None else nullcontext()
 
 
 @contextmanager
-def _watched(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
-    held = [(router.module.__dict__, router.module.__dict__.get("forward")) for router in routers]
+def _watched(routers: Sequence[Router]) -> Iterator[None]:
+    held = []
     for router in routers:
-        router.module.__dict__["forward"] = _watching(router.module.forward, routes)
+        attributes = router.module.__dict__
+        if not isinstance(attributes.get("forward"), _Watching):  # or another visit is under way
+            held.append((attributes, attributes.get("forward")))
+            attributes["forward"] = _Watching(router.module.forward)
     try:
         yield
     finally:
@@ -192,16 +196,22 @@ def _watched(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
                 attributes["forward"] = forward
 
 
-def _watching(inner: Callable[..., Any], routes: Routes) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+class _Watching:
+    """A router's own forward, whose choices are those of the visit that runs when it is called."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self._inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        routes = running_routes()
+        if routes is None:
+            return self._inner(*args, **kwargs)
         choices = _Choices(routes)
         with choices:
-            result = inner(*args, **kwargs)
+            result = self._inner(*args, **kwargs)
         if choices.experts is not None:
             routes.chose_experts(*choices.experts)
         return result
-
-    return forward
 
 
 class _Choices(TorchFunctionMode):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
@@ -108,6 +110,32 @@ def test_a_router_that_does_something_else_the_second_time_is_an_error(second: l
             gate(torch.randn(num_tokens, 6))
         with pytest.raises(ModelError, match=r"a router of layers\.4\.mlp does not choose for the same"):
             gate(torch.randn(second[0], 6))
+
+
+def test_visits_that_take_turns_in_a_layer_have_their_own_choices() -> None:
+    """As micro-batches do in lockstep, where a layer lets others in before its experts."""
+    gate = Gate(WAYS["topk"])
+    found: dict[int, tuple[Routes, Tensor]] = {}
+
+    def visit(number: int) -> None:
+        scores, routes = torch.randn(7, 6), Routes("layers.0")
+        for _ in range(2):
+            with routes.running(), watched([Router("gate", gate)]):
+                hub.switch()
+                _, indices = gate(scores)
+                hub.switch()
+                scores = -scores
+            found.setdefault(number, (routes, indices))
+            assert torch.equal(indices, found[number][1])
+
+    hub = getcurrent()
+    visits = [greenlet(partial(visit, number)) for number in range(2)]
+    while not all(each.dead for each in visits):
+        for each in visits:
+            each.switch()
+    assert [len(routes.kept) for routes, _ in found.values()] == [1, 1]
+    assert not torch.equal(found[0][1], found[1][1])
+    assert "forward" not in gate.__dict__
 
 
 def test_a_router_s_own_forward_comes_back_after_a_failure() -> None:
