@@ -16,12 +16,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from benchmarks.published.expert_parallel import (
+    expert_params,
+    own_share,
+    sent_tokens,
+    with_exchange,
+    with_own_share,
+    with_windows,
+)
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.hardware import HardwareSpec, MemoryNode, load_machine
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
+from megatrain.model.profile.flops import experts_of
 from megatrain.plan.cost.deterministic import deterministic_spec
 from megatrain.plan.cost.rates import Kernels, Rates
 from megatrain.plan.cost.step_time import Step
@@ -29,12 +38,18 @@ from megatrain.plan.cost.step_time import Step
 _ROWS = Path(__file__).parent / "rows.json"
 _SCALING = Path(__file__).parent / "scaling.json"
 _HELD_OUT = Path(__file__).parent / "held_out.json"
+_EXPERTS = Path(__file__).parent / "experts.json"
 _HOST_SHARE = 0.8
 """Of the host memory's rate, what updates reach: as in the machine files."""
 _FLASH2 = ("a100", "rtx-3090", "rtx-5090")
 """Devices whose attention is FlashAttention-2."""
 _TIED = ("Qwen3-1.7B",)
 """Models whose head has the embedding's weight in the rows as they were run."""
+_WINDOWED = "attention_flops"
+"""The key of a model whose windows no kernel that is counted has: of the attention of whole rows, what they
+leave. The classes of gpt-oss make a T x T matrix, which no system of the rows does."""
+_ACTIVATION_BYTES = 2
+"""Of bf16, which all systems of these rows send tokens in."""
 _FUSED_UPDATE_BYTES = 30
 """Device memory that one fused kernel of AdamW touches per parameter, at most."""
 
@@ -72,6 +87,8 @@ class System:
     """The rate of its attention over that of FlashAttention-2; None: the machine's own."""
     fuses_head: bool | None = None
     """Operations of head and loss are joined; None: as those of layers."""
+    dispatches_once: bool = False
+    """A token goes once to each GPU that has some of its experts, rather than once for each expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +120,8 @@ class Row:
     all of them, and they are gathered once per step."""
     is_fused: bool | None = None
     """None: as its system."""
+    experts: int = 1
+    """The GPUs of a node that share out the experts of each layer; 1: each computes with all of them."""
     left_out: str = ""
     """Why it is not predicted."""
 
@@ -149,9 +168,32 @@ def held_out_rows() -> tuple[Row, ...]:
     return _rows_of(_HELD_OUT)
 
 
+def expert_rows() -> tuple[Row, ...]:
+    """Return the rows of models with experts."""
+    return _rows_of(_EXPERTS)
+
+
+def held_out_groups() -> tuple[str, ...]:
+    """Return the groups of rows of models with experts that no model was made with, by system and machine."""
+    return tuple(_read(_EXPERTS)["held_out"])
+
+
+def unscored_expert_rows() -> tuple[dict[str, str], ...]:
+    """Return what was found of models with experts and is not predicted, each with its settings and why."""
+    return tuple(_read(_EXPERTS)["listed"])
+
+
+def _described(kind: str) -> dict[str, Any]:
+    """Return what files of rows describe of a kind, `systems`, `models` or `machines`, by name."""
+    found: dict[str, Any] = {}
+    for path in (_SCALING, _HELD_OUT, _EXPERTS, _ROWS):
+        found |= _read(path).get(kind, {})
+    return found
+
+
 def machine_named(name: str) -> HardwareSpec:
     """Return a bundled machine, or one of those that a file of rows describes as another with some fields."""
-    described = _read(_SCALING)["machines"] | _read(_HELD_OUT)["machines"]
+    described = _described("machines")
     if name not in described:
         return load_machine(name)
     changes = {key: value for key, value in described[name].items() if key not in ("of", "sources")}
@@ -165,16 +207,19 @@ def machine_named(name: str) -> HardwareSpec:
 @cache
 def system_of(row: Row) -> System:
     """Return what is known of a row's system."""
-    return System(**{**_read(_HELD_OUT)["systems"], **_read(_ROWS)["systems"]}[row.system])
+    return System(**_described("systems")[row.system])
 
 
 def _sizes(model: str) -> list[int]:
-    return cast(list[int], {**_read(_HELD_OUT)["models"], **_read(_ROWS)["models"]}[model])
+    return cast(list[int], _described("models")[model])
 
 
 @cache
 def _config(model: str, layers: int) -> PretrainedConfig:
-    hidden, intermediate, own_layers, heads, groups, vocab = _sizes(model)
+    described = _described("models")[model]
+    if isinstance(described, dict):
+        return AutoConfig.for_model(**{key: described[key] for key in described if key != _WINDOWED})
+    hidden, intermediate, own_layers, heads, groups, vocab = described
     if model.startswith("MPT"):  # learned positions, no gates, a head that shares the embedding's weight
         return GPT2Config(
             n_embd=hidden,
@@ -206,7 +251,9 @@ def _config(model: str, layers: int) -> PretrainedConfig:
 def _count(model: str, layers: int, micro_batch_size: int, seq_len: int) -> Anatomy:
     config = _config(model, layers)
     # none of these runs its head's forward again: a kernel like ours makes the gradient of the logits
-    return count_anatomy(config, micro_batch_size=micro_batch_size, seq_len=seq_len, precision="bf16")
+    found = count_anatomy(config, micro_batch_size=micro_batch_size, seq_len=seq_len, precision="bf16")
+    described = _described("models")[model]
+    return with_windows(found, described[_WINDOWED]) if _WINDOWED in described else found
 
 
 def config_of(row: Row) -> PretrainedConfig:
@@ -215,8 +262,29 @@ def config_of(row: Row) -> PretrainedConfig:
 
 
 def anatomy_of(row: Row) -> Anatomy:
-    """Return what a row's model costs for one of its micro-batches."""
+    """Return what a row's model costs a GPU for one of its micro-batches."""
+    whole = _whole_anatomy(row)
+    if row.experts == 1:
+        return whole
+    sent = sent_tokens(*_experts_of(row), row.experts, is_once=system_of(row).dispatches_once)
+    nbytes = whole.tokens * sent * config_of(row).hidden_size * _ACTIVATION_BYTES
+    return with_exchange(with_own_share(whole, _own_share(row)), nbytes)
+
+
+def _whole_anatomy(row: Row) -> Anatomy:
     return _count(row.model, row.layers, row.micro_batch_size, row.seq_len)
+
+
+def _experts_of(row: Row) -> tuple[int, int]:
+    found = experts_of(config_of(row))
+    assert found is not None, f"{row.model} has no experts to share out"
+    return found
+
+
+def _own_share(row: Row) -> float:
+    """Return which part of a layer a GPU has, where experts are shared out."""
+    whole = _whole_anatomy(row)
+    return own_share(whole, expert_params(whole, *_experts_of(row)), row.experts)
 
 
 def choice_of(row: Row) -> Choice:
@@ -287,6 +355,7 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
         rate = spec.num_gpus * min(spec.h2d_bytes_per_s / up, spec.d2h_bytes_per_s / down)
     elif row.gpus * row.nodes > 1 and not system.update_bytes:
         rate = spec.num_gpus * spec.device_bytes_per_s / _FUSED_UPDATE_BYTES
+        rate *= _own_share(row) if row.experts > 1 else 1.0  # each updates its part of all experts
     elif system.update_bytes:
         rate = _HOST_SHARE * spec.host_bytes_per_s / system.update_bytes
     else:

@@ -54,6 +54,9 @@ class Choice:
     """The place where inputs of recomputed layers wait. With `nvme`, `offload` saves to drives too."""
     fragments: bool = AUTO
     """Whether each layer streams in parts (attention; mlp or experts), in slots as large as a part."""
+    expert_chunks: int = AUTO
+    """The number of chunks in which the experts of a layer stream, each through slots of its size, while all
+    micro-batches of a round pass it; 1: they are a part of their layer like any other."""
     resident_layers: int = AUTO
     """The number of first layers that stay on the device with all their state, and are updated there."""
     outer_resident: bool = AUTO
@@ -143,6 +146,12 @@ class Choice:
         return self.sums != "device" and self.num_rounds(num_micro_batches) > 1
 
     @property
+    def split(self) -> dict[str, Any]:
+        """Return how layers come apart into blocks, as `find_blocks` takes it; what is open: not at all."""
+        given = self.given
+        return {"fragments": given.get("fragments", False), "expert_chunks": given.get("expert_chunks", 1)}
+
+    @property
     def policies(self) -> tuple[Policy, ...]:
         """Return the policy of each layer."""
         return tuple(POLICIES[name] for name in self.activations)
@@ -192,12 +201,22 @@ class Choice:
         outer += ", on the device alone" * self.has_state_on_device
         outer += "; embedding and head stream" * self.outer_streams
         return (
-            f"layers: {len(self.activations)}{' in fragments' * self.fragments} through {self.num_slots} "
-            f"slots; resident: {self.resident_layers} layers{outer}; activations: "
+            f"layers: {len(self.activations)}{self._in_parts} through {self.num_slots} slots; "
+            f"resident: {self.resident_layers} layers{outer}; activations: "
             f"{_counted(self.activations)}; boundaries on the {self.boundaries}; micro-batches in lockstep: "
             f"{self.lockstep}; gradients wait on: {_counted(self.gradients)}; sums on the {self.sums}; "
             f"updates: {self.updates}"
         )
+
+    @property
+    def _in_parts(self) -> str:
+        chunks = f", experts in {self.expert_chunks} chunks," if self.expert_chunks > 1 else ""
+        return " in fragments" * self.fragments + chunks
+
+    @property
+    def comes_apart(self) -> bool:
+        """Return whether layers stream in parts of any kind."""
+        return self.fragments or self.expert_chunks > 1
 
     def for_layers(self, num_layers: int) -> Choice:
         """Return the choice for a model of so many layers: one policy or place for all becomes one per layer.
@@ -233,6 +252,8 @@ class Choice:
         """
         given = self.for_layers(num_layers).given
         parts = num_parts if given.get("fragments") else 1
+        if given.get("expert_chunks", 1) > 1:
+            parts = max(parts, 3)  # what is beside the experts, and the two matrices of a chunk
         buffers = parts + 1 if given.get("lockstep", 1) > 1 else 1
         plain: dict[str, Any] = {
             "num_slots": parts + 1,
@@ -240,6 +261,7 @@ class Choice:
             "activations": (RECOMPUTE.name,) * num_layers,
             "boundaries": "device",
             "fragments": False,
+            "expert_chunks": 1,
             "resident_layers": 0,
             "outer_resident": False,
             "mirror_resident": True,
@@ -261,6 +283,7 @@ KEYS: Mapping[str, str] = {
     "activations": "memory.activations",
     "boundaries": "memory.boundaries",
     "fragments": "memory.fragments",
+    "expert_chunks": "memory.expert_chunks",
     "resident_layers": "memory.resident_blocks",
     "mirror_resident": "memory.mirror_resident",
     "lockstep": "memory.lockstep",

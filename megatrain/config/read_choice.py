@@ -17,6 +17,7 @@ _TIER_PAIRS = [(plane, tier) for plane in _PLANES for tier in ("ram", "nvme")]
 _LEAST = {
     "num_slots": 1,
     "num_gradient_buffers": 1,
+    "expert_chunks": 1,
     "resident_layers": 0,
     "lockstep": 1,
     "blocks_in_ram": 0,

@@ -37,6 +37,14 @@ class BlockBytes:
             num_scales=self.num_scales + other.num_scales,
         )
 
+    def scaled(self, numerator: int, denominator: int) -> BlockBytes:
+        """Return the sizes of a part, or a multiple, of a block whose parts are whole cache lines."""
+        numbers = (self.working_bytes, self.num_split, self.num_state, self.num_scales)
+        working, split, state, scales = (-(-number * numerator // denominator) for number in numbers)
+        return BlockBytes(
+            working_bytes=working, num_split=aligned(split), num_state=aligned(state), num_scales=scales
+        )
+
     @property
     def gradient_bytes(self) -> int:
         """Return the bytes of the complete gradient: each parameter's in its working dtype."""

@@ -9,6 +9,7 @@ with a zero gradient stays zero under any optimizer that is described here, and 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import torch
 
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL, num_scales
 from megatrain.layout.block_bytes import ALIGNMENT, BlockBytes, aligned
+
+_PART = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +32,13 @@ class ParameterSpec:
     dtype: torch.dtype
     """The working dtype: what the device computes with."""
     is_trained: bool
+    rows: range | None = None
+    """The rows of the parameter, in its first dimension, that the block has; None: all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """The place of one parameter."""
+    """The place of one parameter, or of those of its rows that a block has."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,6 +47,18 @@ class Entry:
     """The byte of the block's working bytes at which the working weight starts."""
     state_offset: int | None
     """First index in the block's state space; None for a frozen parameter."""
+    rows: range | None = None
+    """The rows of the parameter, in its first dimension, that are here; None: all of it."""
+
+    @property
+    def key(self) -> str:
+        """Return a name that no other entry of a model has."""
+        return self.name if self.rows is None else part_name(self.name, self.rows)
+
+    @property
+    def first_index(self) -> int:
+        """Return the index in the whole parameter of the first element that is here."""
+        return 0 if self.rows is None else self.rows.start * math.prod(self.shape[1:])
 
     @property
     def numel(self) -> int:
@@ -52,6 +69,17 @@ class Entry:
     def nbytes(self) -> int:
         """Return the bytes of the working weight, padding not counted."""
         return self.numel * self.dtype.itemsize
+
+
+def part_name(name: str, rows: range) -> str:
+    """Name a part of a parameter, or of a tensor of its state: some rows of its first dimension."""
+    return f"{name}[{rows.start}:{rows.stop}]"
+
+
+def split_part_name(name: str) -> tuple[str, range | None]:
+    """Undo `part_name`; None: the name is that of a whole parameter."""
+    found = _PART.fullmatch(name)
+    return (name, None) if found is None else (found[1], range(int(found[2]), int(found[3])))
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: what follows from the entries is kept
@@ -169,6 +197,7 @@ def lay_out(parameters: Iterable[ParameterSpec]) -> BlockLayout:
                         dtype=dtype,
                         byte_offset=byte,
                         state_offset=offset,
+                        rows=spec.rows,
                     )
                 )
                 size = aligned(math.prod(spec.shape))

@@ -8,23 +8,26 @@ parameter that several blocks use (tied weights) has one owner: the resident blo
 resident, and a resident block of its own if all users are streamed.
 
 With fragments, a decoder layer becomes several blocks, each of which streams by itself: one for each large
-part of the layer (attention; mlp or experts), entered when a module of it is called.
+part of the layer (attention; mlp or experts), entered when a module of it is called. Experts come apart
+further, into chunks of whole experts: a block is some rows of one of their matrices.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import getsource, ismethod
 from textwrap import dedent
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import ModelError
+from megatrain.layout.expert_chunks import passing_order
+from megatrain.model.experts import BehindExperts, behind_experts, experts_of
 from megatrain.model.weights.parts import beside_text
 
 _STREAMED_SHARE = 0.05
@@ -75,14 +78,23 @@ class Block:
     """The places where this block's own parameters are looked up."""
     borrowed: list[Site] = field(default_factory=list)
     """Places inside a streamed module that look up a resident block's parameter."""
+    rows: range | None = None
+    """The experts whose part of its parameters, rows of their first dimension, it is; None: it has all."""
+    keeps_experts_output: bool = False
+    """Whether the backward of its layer, whose experts come apart, needs what they return."""
 
     @property
     def is_streamed(self) -> bool:
         """Whether the block is (a fragment of) a decoder layer, which may pass through the slots."""
         return self.module is not None
 
+    def shape_of(self, parameter: Tensor) -> tuple[int, ...]:
+        """Return the shape of what the block has of one of its parameters."""
+        shape = tuple(parameter.shape)
+        return shape if self.rows is None else (len(self.rows), *shape[1:])
 
-def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Block]:
+
+def find_blocks(model: PreTrainedModel, *, fragments: bool = False, expert_chunks: int = 1) -> list[Block]:
     """Split a model into blocks: those of decoder layers in the order of the module tree, then the others.
 
     The layers of a language model come before those of towers beside it.
@@ -91,6 +103,8 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
         model: A Hugging Face model.
         fragments: A claim that each layer is split into its large parts, where it has several and no
             parameter of its own.
+        expert_chunks: The number of chunks into which the experts of a layer come apart, where they do;
+            such a layer is in no fragments but these, and what is beside them.
 
     Raises:
         ModelError: The model has no list of decoder layers.
@@ -139,9 +153,11 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False) -> list[Bloc
     for block in outer:
         if not borrowed & block.parameters.keys():
             _mark_caller(model, block)
-    if fragments:
-        inner = [fragment for block in inner for fragment in _split(block)]
-    return [*inner, *outer]
+    behind = behind_experts(model) if expert_chunks > 1 else {}
+    parts = (
+        _apart(block, expert_chunks, behind) or (_split(block) if fragments else [block]) for block in inner
+    )
+    return [*(part for of_layer in parts for part in of_layer), *outer]
 
 
 def is_beside(module: nn.Module, beside: set[int]) -> bool:
@@ -168,12 +184,79 @@ def ends_of(blocks: Sequence[Block]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def group_layers(blocks: Sequence[Block]) -> list[list[int]]:
-    """Return the blocks of each decoder layer, in order."""
+    """Return the blocks of each decoder layer, in the order in which the forward enters them first.
+
+    Chunks of experts are passed from the last to the first, so that the backward passes them in order.
+    """
     layers: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):
         if block.module is not None:
             layers.setdefault(id(block.module), []).append(index)
-    return list(layers.values())
+    return [_in_passing_order(blocks, layer) for layer in layers.values()]
+
+
+def _in_passing_order(blocks: Sequence[Block], layer: list[int]) -> list[int]:
+    chunks = num_chunks(blocks, layer)
+    return [layer[place] for place in passing_order(chunks, len(layer))] if chunks else layer
+
+
+def num_together(blocks: Sequence[Block], layer: Sequence[int]) -> tuple[int, int]:
+    """Return how many blocks of a layer, and how many of its sums, are on the device together."""
+    if not num_chunks(blocks, layer):
+        return len(layer), len(layer)
+    return 3, 2  # what is beside the experts, and the two matrices of a chunk; the gradients of these
+
+
+def _first_row(block: Block) -> int:
+    return -1 if block.rows is None else block.rows.start
+
+
+def num_chunks(blocks: Sequence[Block], layer: Sequence[int]) -> int:
+    """Return the number of chunks in which a layer's experts stream; 0: they do not come apart."""
+    return len({_first_row(blocks[index]) for index in layer if blocks[index].rows is not None})
+
+
+def _apart(layer: Block, expert_chunks: int, behind: Mapping[str, BehindExperts]) -> list[Block] | None:
+    """Split a layer into its experts, in parts of each matrix, and what is beside them; None: it stays whole.
+
+    What the layer calls behind its experts is a block of its own, which is entered then.
+    """
+    module = layer.module
+    assert module is not None
+    experts = experts_of(module) if expert_chunks > 1 else None
+    found = behind.get(type(module).__name__)
+    chunks = [] if experts is None else experts.chunks(expert_chunks)
+    if experts is None or found is None or len(chunks) < 2:
+        return None
+    later = tuple(module.get_submodule(name) for name in sorted(found.modules))
+    main = Block(
+        layer.name,
+        module,
+        is_beside=layer.is_beside,
+        borrowed=layer.borrowed,
+        keeps_experts_output=found.saves_output,
+    )
+    tail = Block(f"{layer.name}.behind", module, entries=later, is_beside=layer.is_beside)
+    matrices = [experts.module.get_parameter(name) for name in experts.matrices]
+    for site in layer.sites:
+        parameter = layer.parameters[site.name]
+        if not any(parameter is matrix for matrix in matrices):
+            owner = tail if any(site.module is each for each in later) else main
+            owner.sites.append(site)
+            owner.parameters[site.name] = parameter
+    names = {id(parameter): name for name, parameter in layer.parameters.items()}
+    parts = [
+        Block(
+            f"{layer.name}.{leaf}[{rows.start}:{rows.stop}]",
+            module,
+            is_beside=layer.is_beside,
+            rows=rows,
+            parameters={names[id(matrix)]: matrix},
+        )
+        for leaf, matrix in zip(experts.matrices, matrices, strict=True)
+        for rows in chunks
+    ]
+    return [main, *parts, *([tail] if tail.parameters else [])]
 
 
 def _split(layer: Block) -> list[Block]:

@@ -42,9 +42,10 @@ def lay_out_blocks(model: PreTrainedModel, blocks: Sequence[Block], *, splits: b
         lay_out(
             ParameterSpec(
                 name=name,
-                shape=tuple(parameter.shape),
+                shape=block.shape_of(parameter),
                 dtype=dtype(name, parameter),
                 is_trained=parameter.requires_grad,
+                rows=block.rows,
             )
             for name, parameter in block.parameters.items()
         )

@@ -6,8 +6,8 @@ be of a forward that nobody has run. So every run of a visit after its first giv
 back, in the place where it makes them. All that follows is computed as ever, so weights belong to the experts
 that were chosen, also where groups of experts are chosen first. A choice is kept in four bytes.
 
-What is watched is a router's own forward, and in it `topk`, and `max` along a dimension. A later run reads
-scores at the kept indices, which are all that autograd saves of it, as in the first run.
+What is watched is the method of a router that chooses, and in it `topk`, and `max` along a dimension. A later
+run reads scores at the kept indices, which are all that autograd saves of it, as in the first run.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Router:
     name: str
     """The name of the module in the one in which it was found."""
     module: nn.Module
+    method: str = "forward"
+    """The name of its method that chooses."""
 
 
 def routers_of(module: nn.Module) -> list[Router]:
@@ -69,9 +71,10 @@ def routers_of(module: nn.Module) -> list[Router]:
         return []
     found: list[Router] = []
     for name, part in module.named_modules():
-        is_router = leaves[name] in _NAMES or hasattr(type(part), _METHOD)
+        method = _METHOD if hasattr(type(part), _METHOD) else "forward"
+        is_router = leaves[name] in _NAMES or method == _METHOD
         if is_router and not any(part is inner for router in found for inner in router.module.modules()):
-            found.append(Router(name, part))
+            found.append(Router(name, part, method))
     return found
 
 
@@ -183,21 +186,22 @@ def watched(routers: Sequence[Router]) -> AbstractContextManager[object]:
 def _watched(routers: Sequence[Router]) -> Iterator[None]:
     held = []
     for router in routers:
-        attributes = router.module.__dict__
-        if not isinstance(attributes.get("forward"), _Watching):  # or another visit is under way
-            held.append((attributes, attributes.get("forward")))
-            attributes["forward"] = _Watching(router.module.forward)
+        attributes, method = router.module.__dict__, router.method
+        own = attributes.get(method)
+        if not isinstance(own, _Watching):  # or another visit is under way
+            held.append((attributes, method, own))
+            attributes[method] = _Watching(getattr(router.module, method))
     try:
         yield
     finally:
-        for attributes, forward in held:
-            del attributes["forward"]
-            if forward is not None:
-                attributes["forward"] = forward
+        for attributes, method, own in held:
+            del attributes[method]
+            if own is not None:
+                attributes[method] = own
 
 
 class _Watching:
-    """A router's own forward, whose choices are those of the visit that runs when it is called."""
+    """A router's own method, whose choices are those of the visit that runs when it is called."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self._inner = inner

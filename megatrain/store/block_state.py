@@ -12,6 +12,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -95,9 +99,9 @@ class BlockState:
             has_scales = tensor.numel() != self.layout.num_state
             for entry in self.layout.trained:
                 if plane != "remainder" and has_scales:
-                    views[f"{plane}/{entry.name}"] = tensor[slice(*scales[entry.name])]
+                    views[f"{plane}/{entry.key}"] = tensor[slice(*scales[entry.name])]
                 elif plane != "remainder" or entry.dtype == torch.bfloat16:
-                    views[f"{plane}/{entry.name}"] = self.plane_of(tensor, entry)
+                    views[f"{plane}/{entry.key}"] = self.plane_of(tensor, entry)
         return views
 
     def sums(self, places: range, numel: int) -> Tensor:
@@ -145,6 +149,42 @@ def write_value(block: BlockState, entry: Entry, value: Tensor, region: tuple[in
             high, rest = split_master(source.contiguous())
             part.copy_(high)
             low.copy_(rest)
+
+
+def part_of_region(
+    rows: range, region: tuple[int | slice, ...], value: Tensor
+) -> tuple[Tensor, tuple[int | slice, ...] | None]:
+    """Return what of a value for a region of a parameter is for some of its rows, and the region there.
+
+    Args:
+        rows: The rows, of the parameter's first dimension.
+        region: The region of the whole parameter; empty: all of it.
+        value: The value.
+
+    Returns:
+        The part of the value, and its region among these rows; None: it has nothing for them.
+    """
+    first, *others = region or (slice(None),)
+    if isinstance(first, int):
+        return value, (first - rows.start, *others) if first in rows else None
+    start, stop, _ = first.indices(sys.maxsize)
+    begin, end = max(start, rows.start), min(stop, rows.stop)
+    if begin >= end:
+        return value, None
+    own = (slice(begin - rows.start, end - rows.start), *others)
+    return value[begin - start : end - start], own if region or end - begin < len(rows) else ()
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """View tensors that lie one after the other in one memory as one, along their first dimension."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    ends = accumulate(part.nbytes for part in parts)
+    places = [first.data_ptr(), *(first.data_ptr() + end for end in ends)]
+    assert [part.data_ptr() for part in parts] == places[:-1], "parts of a parameter do not adjoin"
+    shape = sum(map(len, parts)), *first.shape[1:]
+    return first.as_strided(shape, first.stride())
 
 
 def view_entry(block_bytes: Tensor, entry: Entry) -> Tensor:

@@ -21,11 +21,12 @@ def note_weights(host: HostState) -> None:
 def drop_remainders_of_changed(host: HostState) -> None:
     """Let weights that were changed since `note_weights` begin as they are; nothing, if none was noted."""
     noted, host.digests = host.digests, {}
-    for name, digest in _digests(host) if noted else ():
-        block, entry = host.find(name)
-        remainder = block.remainder_of(entry)
-        if noted.get(name) != digest and remainder is not None:
-            remainder.zero_()
+    digests = dict(_digests(host)) if noted else {}
+    for block in host.blocks if noted else ():
+        for entry in block.layout.entries:
+            remainder = block.remainder_of(entry)
+            if remainder is not None and noted.get(entry.key) != digests[entry.key]:
+                remainder.zero_()
 
 
 def _digests(host: HostState) -> Iterator[tuple[str, bytes]]:
@@ -33,4 +34,4 @@ def _digests(host: HostState) -> Iterator[tuple[str, bytes]]:
         for entry in block.layout.entries:
             if block.remainder_of(entry) is not None:
                 weight = block.working[entry.byte_offset : entry.byte_offset + entry.nbytes]
-                yield entry.name, xxhash.xxh3_128_digest(weight.numpy().data)
+                yield entry.key, xxhash.xxh3_128_digest(weight.numpy().data)

@@ -24,7 +24,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import host_memory
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.store.arena import Arena
-from megatrain.store.block_state import BlockState, write_value
+from megatrain.store.block_state import BlockState, joined_rows, part_of_region, view_entry, write_value
 from megatrain.store.nodes import NodeParts
 from megatrain.store.on_device import BlocksOnDevice
 from megatrain.store.on_drives import BlocksOnDrives, page_memory
@@ -109,10 +109,10 @@ class HostState:
             self.on_device = BlocksOnDevice(on_device, self.planes, ranks)
             self.weights = WeightsReadIn(self.planes, self.on_drives, self.on_device, ranks)
             self.blocks = self.planes.blocks
-            self._owner = {
-                entry.name: (block, entry) for block in self.blocks for entry in block.layout.entries
-            }
-            self._number = {entry.name: number for number, lay in enumerate(layouts) for entry in lay.entries}
+            self._places: dict[str, list[tuple[int, Entry]]] = {}
+            for number, layout in enumerate(layouts):
+                for entry in layout.entries:
+                    self._places.setdefault(entry.name, []).append((number, entry))
             if precision is Precision.BF16:
                 self.planes.allocate_remainder()
             away = self.on_drives.placement.state_on_drives if self._parts.are_several else ()
@@ -183,21 +183,26 @@ class HostState:
             )
         return is_same and kept == asked
 
-    def find(self, name: str) -> tuple[BlockState, Entry]:
-        """Return the block and the entry of a parameter by name."""
-        return self._owner[name]
+    def places(self, name: str) -> Sequence[tuple[int, Entry]]:
+        """Return the block, by number, and the entry of each part of a parameter, by its rows."""
+        return self._places[name]
 
     def number_of(self, name: str) -> int:
-        """Return the number of a parameter's block."""
-        return self._number[name]
+        """Return the number of a parameter's block, or of the first of its blocks."""
+        return self._places[name][0][0]
 
     def has(self, name: str) -> bool:
         """Whether a parameter of this name is here."""
-        return name in self._owner
+        return name in self._places
 
     def names(self) -> Iterator[str]:
         """Yield the names of all parameters, block by block."""
-        return iter(self._owner)
+        return iter(self._places)
+
+    def weight(self, name: str) -> Tensor:
+        """View a parameter's working weight at its address, whole: its parts lie one after the other."""
+        parts = [self.blocks[number].weight(entry) for number, entry in self._places[name]]
+        return joined_rows(parts)
 
     def arena(self, plane: str) -> Arena | None:
         """Return a plane's arena, to lock its pages; None of one that is here in part: locking takes all."""
@@ -290,19 +295,40 @@ class HostState:
             with self.borrow(block, writes=True):
                 pass
 
+    def read_weight(self, name: str) -> Tensor:
+        """Return a parameter's working weight from wherever it lives; every node has it."""
+        parts = [view_entry(self.weights.read(number), entry) for number, entry in self._places[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def masters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, fp32 value in a new tensor) lazily; names of one block should come together."""
-        for number, group in groupby(names, key=self.number_of):
-            with self.borrow(number) as block:
+        for numbers, group in groupby(names, key=lambda name: [number for number, _ in self._places[name]]):
+            if len(numbers) > 1:
+                for name in group:
+                    yield name, torch.cat([self._master(*place) for place in self._places[name]])
+                continue
+            with self.borrow(numbers[0]) as block:
                 for name in group:
                     yield name, block.master(block.entries[name])
+
+    def _master(self, number: int, entry: Entry) -> Tensor:
+        with self.borrow(number) as block:
+            return block.master(entry)
 
     def put(self, name: str, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
         """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly.
 
         A block on the drives leaves once it is complete, and so does what other nodes keep of one in RAM.
         """
-        number, entry = self.number_of(name), self._owner[name][1]
+        for number, entry in self._places[name]:
+            if entry.rows is None:
+                self._put(number, entry, value, region)
+                continue
+            part, own = part_of_region(entry.rows, region, value)
+            if own is not None:
+                self._put(number, entry, part, own)
+
+    def _put(self, number: int, entry: Entry, value: Tensor, region: tuple[int | slice, ...]) -> None:
         away = self.on_drives
         is_filled = away.holds_state(number) and number not in self._filling and away.is_filled(number)
         if is_filled or self.on_device.holds(number):

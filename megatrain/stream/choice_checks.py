@@ -10,10 +10,13 @@ from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import OPTIMIZERS, find
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
-from megatrain.model.blocks import Block, ends_of, group_layers
+from megatrain.model.blocks import Block, ends_of, group_layers, num_chunks, num_together
+from megatrain.model.experts import IMPLEMENTATION
 from megatrain.store.state import HostState
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
 from megatrain.stream.memory import require_device_memory
+
+_OR_WHOLE = " and expert_chunks=1"
 
 
 def require_drives(choice: Choice) -> None:
@@ -36,7 +39,7 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
 
     Args:
         choice: The choice that is wanted.
-        blocks: The blocks of the model, from `find_blocks(model, fragments=choice.fragments)`.
+        blocks: The blocks of the model, from `find_blocks(model, **choice.split)`.
         compiles: A claim that layers run through `torch.compile`.
 
     Raises:
@@ -45,16 +48,30 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
     layers = group_layers(blocks)
     choice.require_resolved("an engine")
     checked(choice.for_layers(len(layers)))
-    most = max(map(len, layers))
+    together = [num_together(blocks, layer) for layer in layers]
+    most, most_gradients = (max(numbers) for numbers in zip(*together, strict=True))
     if choice.num_slots < most:
         raise ConfigError(
-            f"num_slots is {choice.num_slots}, but a layer has {most} fragments, which are on the device "
-            f"together in its backward; use num_slots={most} or more, or fragments=False"
+            f"num_slots is {choice.num_slots}, but {most} fragments of a layer are on the device together in "
+            f"its backward; use num_slots={most} or more, or fragments=False{_OR_WHOLE}"
         )
-    if choice.lockstep > 1 and choice.num_gradient_buffers < most:
+    if choice.lockstep > 1 and choice.num_gradient_buffers < most_gradients:
         raise ConfigError(
-            f"num_gradient_buffers is {choice.num_gradient_buffers}, but the gradients of a layer's {most} "
-            f"fragments add up at the same time; use {most} or more, or fragments=False"
+            f"num_gradient_buffers is {choice.num_gradient_buffers}, but gradients of {most_gradients} "
+            f"fragments of a layer add up at the same time; use {most_gradients} or more, or "
+            f"fragments=False{_OR_WHOLE}"
+        )
+    dropping = [policy.name for n, policy in enumerate(choice.policies) if policy.drops(n)]
+    if choice.expert_chunks > 1 and dropping:
+        raise ConfigError(
+            f"activations={dropping[0]} makes the input of a layer again by running those before it, and "
+            "their experts come in chunks, which micro-batches pass together; use activations=recompute, or "
+            "expert_chunks=1"
+        )
+    if choice.expert_chunks > 1 and not any(num_chunks(blocks, layer) for layer in layers):
+        raise ConfigError(
+            f"expert_chunks is {choice.expert_chunks}, but no layer of the model has experts that come apart "
+            f"(its experts run as {IMPLEMENTATION}, in parts of whole pages); use expert_chunks=1"
         )
     elsewhere = [place for place in choice.gradients if place != "host"]
     if elsewhere and choice.updates == "immediate":
@@ -120,11 +137,13 @@ def changed(choice: Choice, old: Choice, num_blocks: int) -> Choice:
         ConfigError: Fields are open, or the state would have to be another.
     """
     choice.require_resolved("engine.reconfigure")
-    if choice.fragments != old.fragments:
-        raise ConfigError(
-            f"fragments is {choice.fragments}, but the state is laid out for fragments={old.fragments}; "
-            "detach the engine, and attach again"
-        )
+    for name in ("fragments", "expert_chunks"):
+        wanted, is_laid_out = getattr(choice, name), getattr(old, name)
+        if wanted != is_laid_out:
+            raise ConfigError(
+                f"{name} is {wanted}, but the state is laid out for {name}={is_laid_out}; "
+                "detach the engine, and attach again"
+            )
     if choice.head_chunk_tokens not in (None, old.head_chunk_tokens):
         raise ConfigError(
             f"head_chunk_tokens is {choice.head_chunk_tokens}, and was {old.head_chunk_tokens}: the loss "

@@ -112,15 +112,17 @@ class StreamedOptimizer(torch.optim.Optimizer):
         }
         self._updated = [
             [
-                (entry.name, self._group_of[entry.name], start, start + aligned(entry.numel))
+                (entry, self._group_of[entry.name], start, start + aligned(entry.numel))
                 for entry in state.layout.trained
                 if entry.name in self._group_of and (start := entry.state_offset) is not None
             ]
             for state in executor.host.blocks
         ]
         """By block: its parameters in a group, with that and their state ranges `[start, stop)`."""
-        self.steps = dict.fromkeys(managed, 0)
-        """Updates that each parameter has had: the t of its bias correction."""
+        self._counts = {
+            entry.key: (entry.name, 0) for state in executor.host.blocks for entry in state.layout.trained
+        }
+        """By entry: its parameter, and the updates that it has had."""
         executor.host.allocate_planes(optimizer)
         self.take_part(executor)
 
@@ -235,7 +237,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "the groups that it was trained with"
             )
         super().load_state_dict(state_dict)
-        self.steps = {name: int(state_dict["steps"][name]) for name in self.steps}
+        self.steps = state_dict["steps"]
         self.num_skipped = int(state_dict["num_skipped"])
         self._has_stepped = any(self.steps.values())
 
@@ -291,11 +293,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         num_split = self._executor.host.blocks[block].layout.num_split
         runs: list[tuple[tuple[int, int], int, int]] = []
         keys: dict[int, tuple[int, int]] = {}
-        for name, group, start, stop in self._updated[block]:
+        firsts: dict[int, int] = {}
+        for entry, group, start, stop in self._updated[block]:
+            name, count = self._counts[entry.key]
             if name not in present:
                 continue
-            self.steps[name] += 1
-            key = (group, self.steps[name])
+            self._counts[entry.key] = name, count + 1
+            key = (group, count + 1)
             adjoins = runs and runs[-1][0] == key and runs[-1][2] == start != num_split
             if adjoins and not self.kind.draws_noise:
                 runs[-1] = (key, runs[-1][1], stop)
@@ -303,6 +307,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 runs.append((key, start, stop))
                 if self.kind.draws_noise:  # a range is one parameter: its own key and scales
                     keys[start] = rounding_key(self._seed, name, key[1])
+                    firsts[start] = entry.first_index
         own = self._executor.gradients.shared.updated[block]
         cut = [(key, start, part) for key, start, stop in runs for part in own.cut(start, stop)]
         return [
@@ -311,13 +316,22 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     hyper=groups[number],
                     count=count,
                     grad_scale=scale,
-                    noise=(*keys[start], part.start - start) if keys else (0, 0, 0),
+                    noise=(*keys[start], firsts[start] + part.start - start) if keys else (0, 0, 0),
                 ),
                 part.start,
                 part.stop,
             )
             for (number, count), start, part in cut
         ]
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Updates that each parameter has had: the t of its bias correction."""
+        return dict(self._counts.values())
+
+    @steps.setter
+    def steps(self, steps: Mapping[str, int]) -> None:
+        self._counts = {key: (name, int(steps[name])) for key, (name, _) in self._counts.items()}
 
     @property
     def updates(self) -> Updates:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.config import Config
 from megatrain.errors import CheckpointError, os_errors
@@ -20,7 +18,6 @@ from megatrain.model.adapters.adapt import adapter_config, adapter_tensors
 from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from megatrain.model.weights.files import model_directory
 from megatrain.model.weights.fingerprint import fingerprint
-from megatrain.store.block_state import view_entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,19 +72,15 @@ def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path,
     engine.settle()
     host = engine.host
 
-    def value(name: str) -> Tensor:
-        weights = host.weights.read(host.number_of(name))  # every node has these weights
-        return view_entry(weights, host.find(name)[1]).clone()
-
     sources = []
     for key, name in sorted(adapter_tensors(engine.model).items()):
-        _, entry = host.find(name)
+        ((_, entry),) = host.places(name)
         sources.append(
             TensorSource(
                 name=key,
                 dtype=entry.dtype,
                 shape=entry.shape,
-                get=lambda name=name: value(name),  # type: ignore[misc]
+                get=lambda name=name: host.read_weight(name).clone(),  # type: ignore[misc]
             )
         )
     write_safetensors(out / WEIGHTS_NAME, sources, {"format": "pt"})

@@ -153,6 +153,7 @@ class Run:
             "rng": encode_rng(),
             "drive_written_bytes": self.health.written_bytes(),
             "fragments": self.engine.choice.fragments,
+            "expert_chunks": self.engine.choice.expert_chunks,
             "evaluation": self.evaluator.best_tracker.state(),
             "losses": self.spikes.state(),
             "last_good": self.last_good.state(),

@@ -23,6 +23,7 @@ AT_LENGTH = (
     "test_compiled",
     "test_ranks",
     "test_runs",
+    "test_small_recipes",
     "test_unlocked",
     "is_trapped",
 )

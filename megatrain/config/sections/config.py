@@ -151,6 +151,10 @@ class MemoryConfig(Section):
     `memory.tiers`, where then also goes what `activations: offload` saves."""
     fragments: bool | Literal["auto"] = "auto"
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
+    expert_chunks: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Stream the experts of a layer in so many chunks of whole experts: no more than a few chunks are on the
+    device, and all micro-batches of a round pass one before the next comes. Of such layers the attention is
+    compiled. `1` = experts are a part of their layer like any other."""
     resident_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """First layers that stay on the device with all their state. `auto` = as planned; none on a CPU."""
     mirror_resident: bool | Literal["auto"] = "auto"
@@ -389,6 +393,11 @@ def conflicts(config: Config) -> list[str]:
         problems.append(
             "memory.fragments is true and memory.num_slots is 1: the parts of a layer are on the device "
             "together in its backward; use memory.num_slots=2 or more, or memory.fragments=false"
+        )
+    if memory.fragments is True and memory.expert_chunks not in ("auto", 1):
+        problems.append(
+            f"memory.fragments is true and memory.expert_chunks is {memory.expert_chunks}: a layer comes "
+            "apart in one way or the other; use memory.fragments=false, or memory.expert_chunks=1"
         )
     if memory.lockstep != "auto" and AUTO != train.grad_accumulation < memory.lockstep:
         problems.append(

@@ -8,12 +8,14 @@ made by the operations that PEFT's own parametrization runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from megatrain.errors import ModelError
 
 ATTRIBUTE = "_activate_lora"
 """PEFT's method that the function takes the place of."""
@@ -21,11 +23,42 @@ ATTRIBUTE = "_activate_lora"
 Activate = Callable[[Sequence[str]], AbstractContextManager[None]]
 
 
-def adapters_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, Activate]]:
-    """Yield the wrappers of a model's adapted parameters, each with what is to activate its adapters."""
+Apart = Mapping[nn.Module, dict[str, list[tuple[Tensor, Tensor, float]]]]
+"""The modules whose experts come apart, each with the adapters of its matrices that are active."""
+
+
+def adapters_of_parameters(
+    model: nn.Module, apart: Apart | None = None
+) -> Iterator[tuple[nn.Module, Activate]]:
+    """Yield the wrappers of a model's adapted parameters, each with what is to activate its adapters.
+
+    Args:
+        model: The model.
+        apart: The modules whose weights are not there as a whole: their adapters are listed there, in place
+            of being added to the weights.
+    """
     for module in model.modules():
         if hasattr(type(module), ATTRIBUTE):
-            yield module, _activation_of(module)
+            listed = (apart or {}).get(module.get_base_layer())  # type: ignore[operator]
+            yield module, _activation_of(module) if listed is None else _listing_of(module, listed)
+
+
+def _listing_of(wrapper: Any, listed: dict[str, list[tuple[Tensor, Tensor, float]]]) -> Activate:
+    @contextmanager
+    def activate(active: Sequence[str]) -> Iterator[None]:
+        adapters = [name for name in active if name in wrapper.lora_A]
+        if len(adapters) > 1:
+            raise ModelError(
+                f"{len(adapters)} adapters of {wrapper.parameter_name} are active together, and its experts "
+                "come in chunks; activate one, or attach with expert_chunks=1"
+            )
+        listed[wrapper.parameter_name] = [wrapper.get_delta_factors(name) for name in adapters]
+        try:
+            yield
+        finally:
+            del listed[wrapper.parameter_name]
+
+    return activate
 
 
 def _activation_of(wrapper: Any) -> Activate:

@@ -5,13 +5,15 @@ It is counted from the modules themselves on fake tensors by `model.profile.coun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+from megatrain.config.choice import Choice
 from megatrain.config.policies import KEEP, OFFLOAD, POLICIES, Policy
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.expert_chunks import chunk_ranges
 
 IDS_BYTES = 16
 """The bytes of a token's id and label on the device."""
@@ -107,6 +109,40 @@ class CompiledKeep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsPart:
+    """The experts of a layer that may come apart into chunks."""
+
+    number: int
+    """Experts."""
+    least_chunk: int
+    """The number of experts of which a chunk has a multiple."""
+    first: BlockBytes
+    """The sizes of so many experts' part of the first matrix."""
+    second: BlockBytes
+    first_params: int
+    """The elements of these."""
+    second_params: int
+    rows: int
+    """Tokens of a micro-batch, each as often as it has experts."""
+    widths: tuple[int, int, int]
+    """What flows into the first product, out of it, and into the second one, in elements of a row."""
+    main: Fragment
+    """What is beside them."""
+    behind: Fragment | None
+    """What runs behind them."""
+    saves_output: bool
+    """Whether a recomputation of the layer needs what they return."""
+    beside: Layer
+    """The layer with experts that return something of the right size, and save what those in chunks do."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of all experts."""
+        parts = self.first.working_bytes + self.second.working_bytes
+        return parts * self.number // self.least_chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
     """One decoder layer, and what a micro-batch leaves and takes there."""
 
@@ -151,6 +187,16 @@ class Layer:
     """What stays of it where it is compiled, by budget; empty: that is not counted, or not known."""
     again: Cost = Cost()
     """What its compiled backward computes again of the forward, whatever the policy."""
+    experts: ExpertsPart | None = None
+    """Its experts, if they may come apart; of a layer in which they have, None."""
+    num_chunks: int = 0
+    """The number of chunks into which they have come apart."""
+    kept_bytes: int = 0
+    """What of `saved_bytes` flows into experts that came apart: it waits where the layer's input does."""
+    waiting_forward_bytes: int = 0
+    """What a micro-batch has on the device in the forward while another one is in a chunk of its experts."""
+    waiting_backward_bytes: int = 0
+    """The same in the backward."""
 
     @property
     def num_params(self) -> int:
@@ -242,6 +288,8 @@ class Anatomy:
     """Sentences on what the count leaves out or takes for granted, which a reader must know."""
     budget: float | None = None
     """The budget within which layers are compiled; None: they are not."""
+    expert_chunks: int = 1
+    """The number of chunks into which experts have come apart, at most."""
 
     @property
     def tokens(self) -> int:
@@ -256,16 +304,35 @@ class Anatomy:
             self._compiled[budget] = replace(self, budget=budget)
         return self._compiled[budget]
 
+    def as_split(self, choice: Choice) -> Anatomy:
+        """Return the model with experts that come apart as a choice says: the same one each time."""
+        number = choice.expert_chunks
+        if number == self.expert_chunks:
+            return self
+        if number not in self._in_chunks:
+            layers = tuple(in_chunks(layer, number, _WIDTH[self.precision]) for layer in self.layers)
+            self._in_chunks[number] = replace(self, layers=layers, expert_chunks=number)
+        return self._in_chunks[number]
+
+    @property
+    def chunked_bytes(self) -> int:
+        """Bytes of the weights of a layer's experts that may come apart, of the layer with most."""
+        return max((layer.experts.nbytes for layer in self.layers if layer.experts is not None), default=0)
+
+    @cached_property
+    def _in_chunks(self) -> dict[int, Anatomy]:
+        return {}
+
     @cached_property
     def _compiled(self) -> dict[float, Anatomy]:
         return {}
 
-    def layers_of(self, *, fragments: bool) -> tuple[Layer, ...]:
-        """Return the layers as they run as a whole or in fragments, which are compiled one by one.
+    def layers_of(self, choice: Choice) -> tuple[Layer, ...]:
+        """Return the layers as they run under a choice: whole, or in parts, which are compiled one by one.
 
-        What these keep is not counted: it is taken to be what their operations keep.
+        What parts keep is not counted: it is taken to be what their operations keep.
         """
-        return self.layers if fragments else self._whole_layers
+        return self.as_split(choice).layers if choice.comes_apart else self._whole_layers
 
     def again_of(self, number: int) -> Cost:
         """Return what a layer's compiled backward computes again, as a whole or in fragments."""
@@ -275,3 +342,126 @@ class Anatomy:
     def _whole_layers(self) -> tuple[Layer, ...]:
         budget = self.budget
         return self.layers if budget is None else tuple(layer.as_compiled(budget) for layer in self.layers)
+
+
+_WIDTH = {"fp32": 4, "bf16": 2}
+"""Bytes of an element of activations."""
+
+_CHUNK_OPERATIONS = 12
+"""Kernels that a chunk launches in its forward."""
+
+
+def in_chunks(layer: Layer, number: int, width: int) -> Layer:
+    """Return a layer whose experts come apart into so many chunks, if it has any; else as one block.
+
+    Rows of a chunk are taken to be as many as in any other. What is between its products is counted by hand:
+    the rows that flow in, what is between the products and their gradients.
+
+    Args:
+        layer: The layer as it was counted.
+        number: The most chunks.
+        width: The bytes of an element of activations.
+    """
+    experts = layer.experts
+    chunks = [] if experts is None else chunk_ranges(experts.number, experts.least_chunk, number)
+    if experts is None or len(chunks) < 2:
+        return _as_one(layer)
+    beside = experts.beside
+    outer, between, inner = experts.widths
+    largest = max(map(len, chunks))
+    rows = -(-experts.rows * largest // experts.number) * width
+    tokens = beside.boundary_bytes
+    weighted = experts.rows * outer * width
+    waits = 2 * tokens + weighted + 2 * _ROUTE_BYTES * experts.rows
+    forward_peak = waits + rows * (2 * outer + 2 * between + inner)
+    gradients = experts.first_params * largest // experts.least_chunk * width
+    again = rows * (4 * outer + 4 * between + 3 * inner) + gradients
+    routes = _ROUTE_BYTES * experts.rows
+    kept = tokens + routes if experts.behind is None else 0
+    left = {p: POLICIES[p].reruns * (tokens * experts.saves_output + kept) for p in POLICIES}
+    gradients_of_input = 2 * tokens + 4 * experts.rows  # of the output, and of what flows in
+    # recomputed before the experts go back, where something is behind them
+    recomputed = 0 if experts.behind is None else beside.saved_bytes[KEEP.name]
+    back = {
+        p: max(peak, recomputed * POLICIES[p].reruns + gradients_of_input + again)
+        for p, peak in beside.fragment_peak_bytes.items()
+    }
+    work = layer.forward - beside.forward
+    per_chunk = Cost(num_operations=_CHUNK_OPERATIONS, num_kernels=_CHUNK_OPERATIONS).scaled(
+        float(len(chunks) - 1)
+    )
+    return replace(
+        beside,
+        fragments=_fragments(layer.fragments[0].name, experts, chunks, work),
+        forward=beside.forward + _as_it_is(work + per_chunk),
+        backward=beside.backward + _as_it_is(layer.backward - beside.backward + per_chunk.scaled(2.0)),
+        largest_run=max(experts.main.largest_run, experts.first_params * largest // experts.least_chunk),
+        saved_bytes={p: nbytes + left[p] for p, nbytes in beside.saved_bytes.items()},
+        kept_bytes=kept,
+        forward_peak_bytes={p: max(peak, forward_peak) for p, peak in beside.forward_peak_bytes.items()},
+        backward_peak_bytes=back,
+        fragment_peak_bytes=back,
+        collect_bytes={p: (0,) * (len(chunks) * 2 + 3) for p in beside.collect_bytes},
+        made_bytes=(max(beside.made_bytes) + again,) * 2,
+        compiled=(),
+        experts=None,
+        num_chunks=len(chunks),
+        waiting_forward_bytes=waits,
+        waiting_backward_bytes=recomputed + kept + tokens + gradients_of_input,
+    )
+
+
+def _as_it_is(cost: Cost) -> Cost:
+    """Return the work of what is not compiled, where other layers are."""
+    return replace(cost, fused_bytes=cost.moved_bytes, num_kernels=cost.num_operations)
+
+
+_ROUTE_BYTES = 12
+"""Bytes of a choice of a token: its expert, its place and its weight."""
+
+
+def _fragments(name: str, experts: ExpertsPart, chunks: Sequence[range], work: Cost) -> tuple[Fragment, ...]:
+    """List the blocks of a layer whose experts come apart, in the order of its state."""
+    total = experts.first_params + experts.second_params
+    parts = []
+    for leaf, sizes, params in (
+        ("first", experts.first, experts.first_params),
+        ("second", experts.second, experts.second_params),
+    ):
+        for chunk in chunks:
+            share = len(chunk) / experts.number
+            numel = params * len(chunk) // experts.least_chunk
+            parts.append(
+                Fragment(
+                    name=f"{name}.{leaf}[{chunk.start}:{chunk.stop}]",
+                    kind="experts",
+                    num_params=numel,
+                    sizes=sizes.scaled(len(chunk), experts.least_chunk),
+                    largest_run=numel if sizes.num_state else 0,
+                    forward=work.scaled(share * params / total),
+                )
+            )
+    ends = [replace(experts.main, name=name)]
+    if experts.behind is not None:
+        ends.append(replace(experts.behind, name=f"{name}.behind"))
+    return (*ends[:1], *parts, *ends[1:])
+
+
+def _as_one(layer: Layer) -> Layer:
+    """Return a layer that streams as a whole where others come apart."""
+    first = layer.fragments[0]
+    whole = Fragment(
+        name=first.name,
+        kind="layer",
+        num_params=layer.num_params,
+        sizes=sum((part.sizes for part in layer.fragments), BlockBytes()),
+        largest_run=layer.largest_run,
+        forward=layer.forward,
+    )
+    return replace(
+        layer,
+        fragments=(whole,),
+        fragment_peak_bytes=layer.backward_peak_bytes,
+        collect_bytes={policy: (sizes[-1],) * 2 for policy, sizes in layer.collect_bytes.items()},
+        experts=None,
+    )

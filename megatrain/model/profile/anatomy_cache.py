@@ -21,7 +21,14 @@ from typing import Any
 from megatrain.errors import OutputError
 from megatrain.files import write_bytes_durably
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Anatomy, CompiledKeep, Cost, Fragment, Layer
+from megatrain.model.profile.anatomy import (
+    Anatomy,
+    CompiledKeep,
+    Cost,
+    ExpertsPart,
+    Fragment,
+    Layer,
+)
 from megatrain.versions import versions_of
 
 _log = logging.getLogger(__name__)
@@ -168,8 +175,21 @@ def _layer(raw: Mapping[str, Any]) -> Layer:
         "made_bytes": tuple(raw["made_bytes"]),
         "compiled": tuple(CompiledKeep(**{**k, "again": Cost(**k["again"])}) for k in raw["compiled"]),
         "again": Cost(**raw["again"]),
+        "experts": None if raw["experts"] is None else _experts(raw["experts"]),
     }
     return Layer(**{**raw, **changed})
+
+
+def _experts(raw: Mapping[str, Any]) -> ExpertsPart:
+    changed = {
+        "first": BlockBytes(**raw["first"]),
+        "second": BlockBytes(**raw["second"]),
+        "widths": tuple(raw["widths"]),
+        "main": _fragment(raw["main"]),
+        "behind": None if raw["behind"] is None else _fragment(raw["behind"]),
+        "beside": _layer(raw["beside"]),
+    }
+    return ExpertsPart(**{**raw, **changed})
 
 
 def _fragment(raw: Mapping[str, Any]) -> Fragment:

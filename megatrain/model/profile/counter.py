@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from unittest import mock
 
@@ -32,8 +33,9 @@ from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
-from megatrain.model.profile.anatomy import Cost, Layer
+from megatrain.model.profile.anatomy import Cost, Fragment, Layer
 from megatrain.model.profile.compiled import MOST_OPERATIONS, count_compiled
+from megatrain.model.profile.experts import experts_apart, experts_left_out
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import Rows, prime_beside
@@ -138,6 +140,8 @@ class Counter:
         self.groups = group_layers(self.blocks)
         """The blocks of each layer."""
         whole = lay_out_blocks(self.model, find_blocks(self.model), splits=precision == "bf16")
+        self._apart = experts_apart(self.model, precision)
+        """The blocks of each layer whose experts may come apart, by its module: as small as they may be."""
         self.largest_runs = [largest_run(layout) for layout in whole[: len(self.groups)]]
         """The `largest_run` of each layer that streams as one block."""
         self.layers = [
@@ -248,7 +252,12 @@ class Counter:
                 def trace(call: LayerCall) -> dict[str, Trace]:
                     with meter.pausing():
                         fakes = [self._fake(number) for number in self.group_of(call.module)]
-                    return {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
+                    found = {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
+                    if call.module in self._apart:
+                        with experts_left_out(self._apart[call.module].experts):
+                            for name, each in found.items():
+                                each.beside = trace_layer(call, fakes, POLICIES[name], meter)
+                    return found
 
                 tracer = WholePassTracer(
                     self.model,
@@ -313,32 +322,42 @@ class Counter:
 
     def _layer(self, number: int, traces: Traces) -> Layer:
         group = self.groups[number]
-        keep = traces[KEEP.name]
-        costs = keep.forward
+        costs = traces[KEEP.name].forward
         fragments = tuple(
             fragment(self.blocks[n], self.layouts[n], kind_of_fragment(self.blocks[n]), cost)
             for n, cost in zip(group, costs, strict=True)
         )
-        every = {name: traces[policy.counted_as] for name, policy in POLICIES.items()}
-        return Layer(
-            fragments=fragments,
-            forward=sum(costs, Cost()),
-            backward=keep.backward,
-            boundary_bytes=keep.input_bytes,
-            saved_bytes={name: _saved_bytes(POLICIES[name], trace) for name, trace in every.items()},
-            forward_peak_bytes={p: t.forward_peak_bytes - t.saved_bytes for p, t in every.items()},
-            backward_peak_bytes={p: t.backward_peak_bytes - t.saved_bytes for p, t in every.items()},
-            holds_input={policy: trace.holds_input for policy, trace in every.items()},
-            fragment_peak_bytes={p: t.fragment_peak_bytes - t.saved_bytes for p, t in every.items()},
-            collect_bytes={p: (*t.collect_bytes, t.whole_collect_bytes) for p, t in every.items()},
-            largest_run=self.largest_runs[number],
-            offload_copied_bytes=keep.offload_copied_bytes,
-            offload_left_bytes=keep.offload_left_bytes,
-            made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
-            route_bytes=traces[RECOMPUTE.name].route_bytes,
-            rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
-            compiled=keep.compiled,
-        )
+        layer = _layer(fragments, traces, self.largest_runs[number])
+        beside = {name: trace.beside for name, trace in traces.items() if trace.beside is not None}
+        if not beside:
+            return layer
+        module = self.blocks[group[0]].module
+        assert module is not None
+        return replace(layer, experts=self._apart[module].described(_layer((), beside, 0)))
+
+
+def _layer(fragments: tuple[Fragment, ...], traces: Traces, run: int) -> Layer:
+    keep = traces[KEEP.name]
+    every = {name: traces[policy.counted_as] for name, policy in POLICIES.items()}
+    return Layer(
+        fragments=fragments,
+        forward=sum(keep.forward, Cost()),
+        backward=keep.backward,
+        boundary_bytes=keep.input_bytes,
+        saved_bytes={name: _saved_bytes(POLICIES[name], trace) for name, trace in every.items()},
+        forward_peak_bytes={p: t.forward_peak_bytes - t.saved_bytes for p, t in every.items()},
+        backward_peak_bytes={p: t.backward_peak_bytes - t.saved_bytes for p, t in every.items()},
+        holds_input={policy: trace.holds_input for policy, trace in every.items()},
+        fragment_peak_bytes={p: t.fragment_peak_bytes - t.saved_bytes for p, t in every.items()},
+        collect_bytes={p: (*t.collect_bytes, t.whole_collect_bytes) for p, t in every.items()},
+        largest_run=run,
+        offload_copied_bytes=keep.offload_copied_bytes,
+        offload_left_bytes=keep.offload_left_bytes,
+        made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
+        route_bytes=traces[RECOMPUTE.name].route_bytes,
+        rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
+        compiled=keep.compiled,
+    )
 
 
 def _no_traces(num_fragments: int) -> Traces:

@@ -184,6 +184,8 @@ class Trace:
     """Bytes of what its routers have chosen, where they are kept: `saved_bytes` counts them too."""
     compiled: tuple[CompiledKeep, ...] = ()
     """What stays of the layer where it is compiled, of `keep`; None: it is not known."""
+    beside: Trace | None = None
+    """The same with experts that come apart, left out; None: the layer has none."""
     others: tuple[Any, ...] | None = None
     """The layer's results beside its hidden states, tensors left out; None: it returns no tuple."""
 

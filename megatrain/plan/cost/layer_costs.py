@@ -24,9 +24,10 @@ class LayerCosts:
 
     def __init__(self, rates: Rates, anatomy: Anatomy, choice: Choice, batch: StepBatch) -> None:
         """Precompute them for layers that are alike."""
+        anatomy = anatomy.as_split(choice)
         self.rates, self.anatomy, self.choice, self.batch = rates, anatomy, choice, batch
         self.layers = anatomy.layers
-        self._kinds = BlockSums.of(anatomy, choice.fragments).kinds
+        self._kinds = BlockSums.of(anatomy, choice).kinds
         self._known: dict[tuple[int, str], tuple[float, float, float]] = {}
 
     def forward_s(self, number: int) -> float:
@@ -88,7 +89,7 @@ class LayerCosts:
     @property
     def step_s(self) -> float:
         """Return the seconds of what the device does once per step: updates of its own state."""
-        blocks = BlockSums.of(self.anatomy, self.choice.fragments).residency(self.choice).resident
+        blocks = BlockSums.of(self.anatomy, self.choice).residency(self.choice).resident
         sizes = {name: blocks.total(_of_share, name, self.batch.num_ranks) for name in _SIZES}
         return self.rates.device_update_s(BlockBytes(**sizes))
 

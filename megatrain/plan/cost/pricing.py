@@ -118,7 +118,9 @@ class Pricing:
         if not is_backward:
             return self._costs.forward_s(block.layer) * block.share
         seconds = self._costs.backward_s(block.layer) * block.share
-        if block.is_last:  # the others' recomputation is a visit of its own
+        if block.runs_again is not None:
+            return seconds + self._costs.forward_s(block.layer) * block.share * block.runs_again
+        if block.reruns:  # the others' recomputation is a visit of its own
             share = block.share if self._costs.passes_again(block.layer) else 1.0
             seconds += self._costs.inside_s(block.layer) * share
         return seconds

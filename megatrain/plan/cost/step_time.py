@@ -102,20 +102,20 @@ class Step:
     @cached_property
     def block_sums(self) -> BlockSums:
         """Return the sums over the blocks."""
-        return BlockSums.of(self.anatomy, self.choice.fragments)
+        return BlockSums.of(self.anatomy, self.choice)
 
     @cached_property
     def spec(self) -> StepSpec:
         """Return the specification of the step."""
-        starts = self.block_sums.starts
         layers = range(len(self.anatomy.layers))
         spec = StepSpec.of(
             self.choice,
             [block.size for block in self.blocks],
-            [range(starts[number], starts[number + 1]) for number in layers],
+            [self.block_sums.passed(number) for number in layers],
             ends=self.block_sums.ends,
             behind=self.block_sums.behind,
             saved=[(run.leaving_bytes, run.host_bytes) for run in self.costs.runs],
+            num_chunks=self.block_sums.num_chunks,
         )
         return replace(
             spec,
@@ -141,6 +141,7 @@ class Step:
         num_rounds = min(self.num_rounds, _MAX_ROUNDS) if is_short else self.num_rounds
         most = _MAX_SAVING if any(layer.saves for layer in self.spec.layers) else _MAX_GROUPS
         most = most if len(self.anatomy.layers) <= _MANY_LAYERS else 2
+        most = most if self.choice.expert_chunks == 1 else 1  # there are many visits, and each is short
         sizes = [together] * (num_rounds - 1) + [count % together or together]
         return [_shared_out(size, min(size, most) if is_short else size) for size in sizes]
 

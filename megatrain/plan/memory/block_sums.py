@@ -16,6 +16,7 @@ from megatrain.config.runs import StepSums
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
+from megatrain.layout.expert_chunks import passing_order
 from megatrain.layout.host_buffers import largest_first
 from megatrain.layout.ownership import drive_totals, node_totals, piece_bytes, planned_share
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
@@ -28,20 +29,24 @@ class BlockSums:
     """The blocks of a model, whole or in fragments: layers first, in forward order, then outer ones."""
 
     @classmethod
-    def of(cls, anatomy: Anatomy, fragments: bool) -> BlockSums:
-        """Return the sums over the blocks of a model, made once."""
+    def of(cls, anatomy: Anatomy, choice: Choice) -> BlockSums:
+        """Return the sums over the blocks of a model as a choice lets it come apart, made once."""
+        anatomy, comes_apart = anatomy.as_split(choice), choice.comes_apart
         known = _BLOCK_SUMS.setdefault(anatomy, {})
-        if fragments not in known:
-            known[fragments] = cls(anatomy, fragments)
-        return known[fragments]
+        if comes_apart not in known:
+            known[comes_apart] = cls(anatomy, choice)
+        return known[comes_apart]
 
-    def __init__(self, anatomy: Anatomy, fragments: bool) -> None:
+    def __init__(self, anatomy: Anatomy, choice: Choice) -> None:
         """Count the blocks of every layer."""
-        counts = [len(layer.fragments) if fragments else 1 for layer in anatomy.layers]
+        counts = [len(layer.fragments) if choice.comes_apart else 1 for layer in anatomy.layers]
         self._outer = anatomy.outer
         self.starts = [0, *accumulate(counts)]
         """First block of each layer, and the first outer block."""
-        self.blocks = list_blocks(anatomy, Choice(fragments=fragments).with_defaults(0), DEFAULT)
+        split = Choice(fragments=choice.fragments, expert_chunks=choice.expert_chunks)
+        self.blocks = list_blocks(anatomy, split.with_defaults(0), DEFAULT)
+        self.num_chunks = [layer.num_chunks for layer in anatomy.layers]
+        """The number of chunks into which the experts of each layer have come apart."""
         self.totals = BlockTotals(block.sizes for block in self.blocks)
         self.num_blocks = len(self.blocks)
         self.largest_numel = max((block.sizes.num_state for block in self.blocks), default=0)
@@ -98,6 +103,13 @@ class BlockSums:
     def behind(self) -> tuple[int, ...]:
         """Return the outer blocks that the model passes behind all layers."""
         return tuple(self.first_outer + n for n, part in enumerate(self._outer) if part.is_behind)
+
+    def passed(self, layer: int) -> list[int]:
+        """Return the blocks of a layer in the order in which its forward enters them."""
+        start, stop = self.starts[layer : layer + 2]
+        chunks = self.num_chunks[layer]
+        places = passing_order(chunks, stop - start) if chunks else range(stop - start)
+        return [start + place for place in places]
 
     @property
     def first_outer(self) -> int:
@@ -213,8 +225,14 @@ class BlockSums:
         """
         first, last = self.first_streamed(choice), self.first_outer
         total = self.totals[first:last].total(_fetched, gathers_among)
-        held = self.totals[first : min(first + choice.num_slots, last)].total(_fetched, gathers_among)
-        turned = self.totals[max(last - choice.num_slots, first) : last].total(_fetched, gathers_among)
+        if choice.expert_chunks > 1:  # the order of the state is not that of the visits
+            largest = max(
+                (_fetched(size, gathers_among) for size in self.totals.sizes[first:last]), default=0
+            )
+            held = turned = choice.num_slots * largest
+        else:
+            held = self.totals[first : min(first + choice.num_slots, last)].total(_fetched, gathers_among)
+            turned = self.totals[max(last - choice.num_slots, first) : last].total(_fetched, gathers_among)
         fetched = max(num_rounds * (2 * total - turned) - (num_rounds - 1) * held, total)
         if not choice.outer_resident:
             fetched += self.totals[last:].total(_fetched, gathers_among)

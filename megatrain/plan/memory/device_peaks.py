@@ -69,12 +69,12 @@ class DevicePeaks:
         self._overlaps, self._has_scratch, self._optimizer = overlaps, has_scratch, optimizer
         self._anatomy = anatomy
         self._choice = choice
-        self._layers = anatomy.layers_of(fragments=choice.fragments)
+        self._layers = anatomy.layers_of(choice)
         self._runs = layer_runs(anatomy, choice)
         self._m = min(choice.lockstep, batch.num_micro_batches)
         self._streams = choice.outer_streams
         self._exchange = Exchange.of(batch)
-        self._block_sums = BlockSums.of(anatomy, choice.fragments)
+        self._block_sums = BlockSums.of(anatomy, choice)
         self._is_alone = self._exchange.num_ranks == 1
         self._scratch = self._scratch_of_layers()
         """Bytes that updates on the device still take while the forward is in each layer."""
@@ -208,7 +208,7 @@ class DevicePeaks:
         rest = saved - boundary + self._routes_beside(number)
         if self._is_source(number) and not boundary:
             boundary = layer.boundary_bytes
-        return (0 if run.is_boundary_on_host else boundary), rest
+        return (0, rest - layer.kept_bytes) if run.is_boundary_on_host else (boundary, rest)
 
     def _is_source(self, number: int) -> bool:
         return number + 1 < len(self._layers) and self._runs[number + 1].is_dropped
@@ -227,7 +227,7 @@ class DevicePeaks:
         layer, run = self._layers[number], self._runs[number]
         if run.policy.is_offloaded:
             return run.host_bytes if back else self._full(number) - layer.offload_left_bytes
-        return layer.boundary_bytes if run.is_boundary_on_host else 0
+        return layer.boundary_bytes + layer.kept_bytes if run.is_boundary_on_host else 0
 
     def _leaving(self, number: int, place: int, *, after: int = -1) -> int:
         """Return what the newest visit that goes to the host still has on the device in a layer's forward.
@@ -276,7 +276,8 @@ class DevicePeaks:
         passed = layer.boundary_bytes if number < len(self._layers) - 1 else self._waiting()
         leaving = self._leaving(number, place)
         working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
-        working += self._scratch[number] + self._routes_beside(number)
+        working += self._scratch[number] + (self._m - 1) * layer.waiting_forward_bytes
+        working += self._routes_beside(number)
         return DevicePeak(
             f"forward of layer {number}",
             boundaries=self._held[number] + place * boundary + (self._m - place) * layer.boundary_bytes,
@@ -324,14 +325,14 @@ class DevicePeaks:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
         policy, m = self._runs[number].policy, self._m
         boundary, rest = self._left[number]
-        peaks = layer.fragment_peak_bytes if self._choice.fragments else layer.backward_peak_bytes
+        peaks = layer.fragment_peak_bytes if self._choice.comes_apart else layer.backward_peak_bytes
         saved = self._full(number)
         if policy.is_offloaded:
             saved = layer.saved_bytes[policy.name] + layer.offload_left_bytes
         working = peaks[policy.name] + saved - layer.boundary_bytes
         arriving = self._arriving(number, place)
         if policy.is_offloaded:
-            parts = layer.fragments[:1] if self._choice.fragments else layer.fragments
+            parts = layer.fragments[:1] if self._choice.comes_apart else layer.fragments
             at_end = (
                 sum(part.sizes.gradient_bytes for part in parts) + self._arriving(number, place, 2) - arriving
             )
@@ -339,11 +340,12 @@ class DevicePeaks:
                 # the newest to go to the host comes back first: its copy may not be done, so nothing is freed
                 at_end += saved
                 working = max(
-                    working, saved + layer.made_bytes[self._choice.fragments] - layer.boundary_bytes
+                    working, saved + layer.made_bytes[self._choice.comes_apart] - layer.boundary_bytes
                 )
             working = max(working, at_end)
         working = max(working, self._rounding(number, layer, place) - layer.boundary_bytes)
-        beside, of_head = (m - 1) * layer.boundary_bytes, m * self._head_gradient
+        beside = (m - 1) * (layer.boundary_bytes + layer.waiting_backward_bytes)
+        of_head = m * self._head_gradient
         is_dropped = self._runs[number].is_dropped
         remade = self._remade(number) - place * layer.boundary_bytes if is_dropped else 0
         return DevicePeak(
@@ -358,7 +360,7 @@ class DevicePeaks:
         if self._is_alone or place < self._m - 1:
             return 0
         *parts, whole = layer.collect_bytes[self._runs[number].policy.name]
-        if not self._choice.fragments:
+        if not self._choice.comes_apart:
             return whole + self._completed_bytes(sum((f.sizes for f in layer.fragments), BlockBytes()))
         return max(
             alive + self._completed_bytes(fragment.sizes)

@@ -55,7 +55,7 @@ def host_planes(
 
     Planes that are on a drive are counted too: `Choice.tier` says where each is.
     """
-    block_sums = BlockSums.of(anatomy, choice.fragments)
+    block_sums = BlockSums.of(anatomy, choice)
     blocks, kept = block_sums.residency(choice), block_sums.kept_by_node(batch)
     planes = pools.host_planes(
         blocks.all,
@@ -86,7 +86,7 @@ def _offloads(choice: Choice) -> bool:
 
 def allocated(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:
     """Return what the engine allocates and keeps."""
-    block_sums = BlockSums.of(anatomy, choice.fragments)
+    block_sums = BlockSums.of(anatomy, choice)
     sizes = pools.device_pools(
         block_sums.residency(choice),
         num_slots=choice.num_slots,

@@ -26,7 +26,7 @@ its own of the rest."""
 
 def host_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> list[Pool]:
     """Return the pools in RAM."""
-    block_sums = BlockSums.of(anatomy, choice.fragments)
+    block_sums = BlockSums.of(anatomy, choice)
     sizes = host_planes(anatomy, choice, batch, optimizer=optimizer)
     if choice.tiers:
         sizes |= _placed(block_sums, choice, batch, optimizer)
@@ -50,7 +50,7 @@ def drive_pools(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: O
     """Return what is on the drives: two copies of everything, so that a commit is whole."""
     if not choice.uses_drives:
         return []
-    block_sums = BlockSums.of(anatomy, choice.fragments)
+    block_sums = BlockSums.of(anatomy, choice)
     copies = pools.drive_pools(block_sums.images(batch)[:], optimizer)
     found = [Pool("nvme", name, nbytes) for name, nbytes in copies.items()]
     found += [_scratch(anatomy, choice, batch)] if choice.boundaries == "nvme" else []
@@ -85,7 +85,7 @@ def _scratch(anatomy: Anatomy, choice: Choice, batch: StepBatch) -> Pool:
 
 def placed_bytes(anatomy: Anatomy, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> int:
     """Return what of `host_pools` depends on `blocks_in_ram` and `weights_in_ram`."""
-    return sum(_placed(BlockSums.of(anatomy, choice.fragments), choice, batch, optimizer).values())
+    return sum(_placed(BlockSums.of(anatomy, choice), choice, batch, optimizer).values())
 
 
 def _placed(block_sums: BlockSums, choice: Choice, batch: StepBatch, optimizer: Optimizer) -> dict[str, int]:

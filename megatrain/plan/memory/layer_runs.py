@@ -30,7 +30,7 @@ class LayerRun:
 
 def layer_runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
     """Say for each layer of a model how it runs: once for choices that run their layers alike."""
-    alike = BlockSums.of(anatomy, choice.fragments).runs
+    alike = BlockSums.of(anatomy, choice).runs
     key = (choice.activations, choice.boundaries)
     if key not in alike:
         alike[key] = _runs(anatomy, choice)
@@ -38,11 +38,11 @@ def layer_runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
 
 
 def _runs(anatomy: Anatomy, choice: Choice) -> tuple[LayerRun, ...]:
-    layers = anatomy.layers_of(fragments=choice.fragments)
+    layers = anatomy.layers_of(choice)
     last = len(layers) - 1
     known: dict[tuple[int, str, bool, bool], LayerRun] = {}
     runs = []
-    kinds = BlockSums.of(anatomy, choice.fragments).kinds
+    kinds = BlockSums.of(anatomy, choice).kinds
     for number, (kind, policy) in enumerate(zip(kinds, choice.activations, strict=True)):
         key = (kind, policy, number == 0, number == last)
         if key not in known:
@@ -61,7 +61,7 @@ def _run(layer: Layer, choice: Choice, number: int, *, is_last: bool) -> LayerRu
         return LayerRun(
             policy, leaving_bytes=layer.offload_copied_bytes, host_bytes=layer.saved_bytes[policy.name]
         )
-    nbytes = layer.boundary_bytes
+    nbytes = layer.boundary_bytes + layer.kept_bytes
     if nbytes < LEAST_OFFLOADED_BYTES:
         return LayerRun(policy)
     return LayerRun(

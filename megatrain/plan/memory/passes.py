@@ -33,12 +33,13 @@ def most_without_gradients(
         overlaps: Whether the lanes run at the same time, as in `DevicePeaks`.
         has_scratch: Whether updates on the device take scratch memory, as in `DevicePeaks`.
     """
+    layers = anatomy.as_split(choice).layers
     peaks = DevicePeaks(anatomy, choice, batch, optimizer, overlaps=overlaps, has_scratch=has_scratch)
     boundary = max(layer.boundary_bytes for layer in anatomy.layers)
     each = anatomy.pass_bytes + boundary * (2 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
     inside = [
         layer.forward_peak_bytes[RECOMPUTE.name] + layer.saved_bytes[RECOMPUTE.name] - layer.boundary_bytes
-        for layer in anatomy.layers
+        for layer in layers
     ]
     working = max(*inside, anatomy.head_forward_peak_bytes + anatomy.head_saved_bytes)
     room = peaks.largest.nbytes - peaks.constant - working

@@ -10,7 +10,7 @@ from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.exchange import Exchange
 from megatrain.layout.ownership import planned_share
-from megatrain.model.profile.anatomy import Anatomy, Fragment
+from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
 from megatrain.plan.program.block_size import BlockSize
 
 
@@ -27,8 +27,12 @@ class PlannedBlock:
     """State elements that an update passes in one go, at most."""
     share: float
     """The part of its layer's work that is its own."""
-    is_last: bool = True
-    """It is the last of its layer's blocks."""
+    reruns: bool = True
+    """In its backward's visit runs what the layer's policy runs again of it; of others it has visits of its
+    own."""
+    runs_again: bool | None = None
+    """Whether its forward runs again in its backward's visit, whatever the policy: of a layer whose experts
+    come apart. None: as `reruns` says."""
 
 
 def list_blocks(
@@ -72,20 +76,45 @@ def list_blocks(
         return PlannedBlock(size, sizes, layer, largest_run, share)
 
     blocks = []
-    for number, layer in enumerate(anatomy.layers):
+    for number, layer in enumerate(anatomy.as_split(choice).layers):
         groups: Sequence[Sequence[Fragment]] = [layer.fragments]
-        if choice.fragments:
+        if choice.comes_apart:
             groups = [[fragment] for fragment in layer.fragments]
         is_resident = number < choice.resident_layers
         total = max(1, layer.num_params)
         for place, parts in enumerate(groups):
             share = sum(fragment.num_params for fragment in parts) / total
-            run = parts[0].largest_run if choice.fragments else layer.largest_run
+            if layer.num_chunks:  # few parameters beside the experts do much of the work
+                share = _flops(parts) / _flops(layer.fragments)
+            run = parts[0].largest_run if choice.comes_apart else layer.largest_run
             found = block(parts, number, share, run, streams=not is_resident, on_device=is_resident)
-            blocks.append(replace(found, is_last=place == len(groups) - 1))
+            blocks.append(
+                replace(
+                    found,
+                    reruns=place == len(groups) - 1 or layer.num_chunks > 0,
+                    runs_again=_runs_again(layer, place),
+                )
+            )
     for part in anatomy.outer:
         streams = choice.outer_streams and part.may_stream
         blocks.append(
             block([part], -1, 0.0, part.largest_run, streams=streams, on_device=choice.outer_resident)
         )
     return blocks
+
+
+def _flops(parts: Sequence[Fragment]) -> float:
+    return sum(part.forward.matmul_flops + part.forward.attention_flops for part in parts)
+
+
+def _runs_again(layer: Layer, place: int) -> bool | None:
+    """Say of a part of a layer whose experts come apart whether its backward begins with its forward.
+
+    That of the second matrix of a chunk does, and that of the first matrix has a visit of its own for it. The
+    rest does as the policy says, but for what is before the experts where something is behind them: that has
+    such a visit too.
+    """
+    is_behind = len(layer.fragments) > 1 + 2 * layer.num_chunks
+    if not layer.num_chunks or place > 2 * layer.num_chunks or (place == 0 and not is_behind):
+        return None
+    return place > layer.num_chunks

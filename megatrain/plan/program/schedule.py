@@ -64,7 +64,7 @@ def schedule(
         if block == ROUND_END:
             operations.append(RoundEnd(visit=visit))
             continue
-        slot = placing.pass_block(block)
+        slot = placing.pass_block(block, stays=visit.stays)
         size = sizes[block]
         if visit.is_backward or visit.restores >= 0:
             operations += saving.restores_before(position)
@@ -113,6 +113,8 @@ class _Placing:
             block = self._order[position]
             if block is not None:
                 self._uses.setdefault(block, []).append(position)
+        self._staying: set[int] = set()
+        """The blocks that keep their slots until they are passed next."""
         self._missing = 0
         self._is_full, self._passed = False, -1
         """No slot could be given up when one was last looked for; the block that was passed last."""
@@ -137,15 +139,21 @@ class _Placing:
             nbytes = self._sizes[block].fetch_bytes
             self.operations.append(Fetch(block=block, slot=victim, nbytes=nbytes))
 
-    def pass_block(self, block: int) -> int:
-        """Return the block's slot, -1 if it is resident, and count the visit as done."""
+    def pass_block(self, block: int, *, stays: bool) -> int:
+        """Return the block's slot, -1 if it is resident, and count the visit as done; see `Visit.stays`."""
         if not self._sizes[block].is_streamed:
             return -1
         self._uses[block].pop()
+        if stays:
+            self._staying.add(block)
+        else:
+            self._staying.discard(block)
         self._passed = block
         return self.slots.index(block)
 
     def _next_use(self, block: int | None) -> int:
+        if block in self._staying:
+            return -1
         uses = self._uses.get(block)  # type: ignore[arg-type]  # nothing has no uses
         return uses[-1] if uses else len(self._order)
 

@@ -102,6 +102,7 @@ class StepSpec:
         ends: tuple[Sequence[int], Sequence[int]] = ((), ()),
         behind: Collection[int] = (),
         saved: Sequence[tuple[int, int]] | None = None,
+        num_chunks: Sequence[int] | None = None,
     ) -> StepSpec:
         """Say how a choice runs; what does not follow from it is as in a model of bf16 in RAM, on one rank.
 
@@ -112,6 +113,7 @@ class StepSpec:
             ends: The outer blocks that may stream: embeddings, and heads.
             behind: The outer blocks that the model passes behind all layers.
             saved: The bytes that each layer saves to the host; see `layer_plans`.
+            num_chunks: The number of chunks of each layer's experts; None: none come apart.
         """
         elsewhere = {*behind, *(block for layer in layers for block in layer)}
         trained = [any(sizes[block].is_trained for block in layer) for layer in layers]
@@ -119,7 +121,7 @@ class StepSpec:
             trained[0] = True  # the embedding: backward goes through all layers
         return cls(
             sizes=sizes,
-            layers=layer_plans(choice.policies, layers, choice.boundaries, saved),
+            layers=layer_plans(choice.policies, layers, choice.boundaries, saved, num_chunks),
             num_slots=choice.num_slots,
             num_gradient_buffers=choice.num_gradient_buffers,
             updates=choice.updates,

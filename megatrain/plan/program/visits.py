@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import TypeVar
 
 from megatrain.config.policies import Policy
@@ -44,6 +45,8 @@ class Visit:
     """The visit passes a head that streams: final norm, head and loss."""
     num_micro_batches: int = 1
     """More than one where a plan times several together."""
+    stays: bool = False
+    """Forward only: saved tensors point into the block, which keeps its slot until it is visited next."""
     sums: RoundSums = ONE_RUN
     """Backward only: what the round does with partial sums."""
 
@@ -75,6 +78,9 @@ class LayerPlan:
 
     blocks: tuple[int, ...]
     """Its fragments in forward order; a layer that streams as a whole is its own one."""
+    num_chunks: int = 0
+    """The number of chunks of its experts. All micro-batches pass one before the next comes. Each is a pair
+    of blocks, one of each matrix, behind the layer's first block; what is behind them runs after them."""
     is_recomputed: bool = True
     saves: bool = False
     """Activations, or the boundary, wait on the host."""
@@ -84,6 +90,25 @@ class LayerPlan:
     """Bytes that a micro-batch saves to the host, if they are known ahead."""
     room_bytes: int = 0
     """Room that they take there: each tensor begins at an aligned address."""
+
+    @property
+    def passes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks in the groups that all micro-batches pass one after the other."""
+        if not self.num_chunks:
+            return (self.blocks,)
+        ends = [0, *range(1, 2 * self.num_chunks + 2, 2), len(self.blocks)]
+        groups = [self.blocks[start:stop] for start, stop in pairwise(ends)]
+        return tuple(group for group in groups if group)
+
+    @property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the two blocks of each chunk of experts, in the order of the forward."""
+        return self.passes[1 : 1 + self.num_chunks]
+
+    @property
+    def behind_chunks(self) -> tuple[int, ...]:
+        """Return the block that runs behind the experts, if there is one."""
+        return self.blocks[1 + 2 * self.num_chunks :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +195,9 @@ def round_visits(
         + [backward(block, number) for block in reversed(behind)]
         for number in numbers
     ]
-    layers_back, made_before = _layers_back(layers, num_micro_batches, first_trained, backward)
+    layers_back, made_before = _layers_back(
+        layers, num_micro_batches, first_trained, backward, together_in_layers=not in_succession
+    )
     ends_back = [
         [
             backward(block, number)
@@ -203,6 +230,8 @@ def _layers_back(
     num_micro_batches: int,
     first_trained: int,
     backward: Callable[..., Visit],
+    *,
+    together_in_layers: bool,
 ) -> tuple[list[list[list[Visit]]], list[list[Visit]]]:
     """List the visits of the backward through the layers, the last layer first.
 
@@ -212,6 +241,7 @@ def _layers_back(
     """
     found: list[list[list[Visit]]] = []
     made_before: list[list[Visit]] = []
+    numbers = range(num_micro_batches)
     made_again: set[int] = set()
     restored: set[int] = set()
     """Layers whose boundaries a chain has brought back: they stay until their own backward."""
@@ -228,16 +258,50 @@ def _layers_back(
                 made_again.add(earlier + 1)
                 restored |= {earlier} if restores else set()
         made_before.append(made)
+        waits = layer.saves and number < len(layers) - 1 and number not in restored
+        if layer.num_chunks:
+            together = [numbers] if together_in_layers else [[micro_batch] for micro_batch in numbers]
+            found.append([_chunks_back(layer, those, backward, restores=waits) for those in together])
+            continue
         of_layer = []
-        for micro_batch in range(num_micro_batches):
+        for micro_batch in numbers:
             *others, _ = layer.blocks
             visits = [Visit(block, micro_batch=micro_batch) for block in others if layer.is_recomputed]
             for index, block in enumerate(reversed(layer.blocks)):
-                waits = layer.saves and number < len(layers) - 1 and number not in restored
                 visits.append(backward(block, micro_batch, restores=waits and index == 0))
             of_layer.append(visits)
         found.append(of_layer)
     return found, made_before
+
+
+def _chunks_back(
+    layer: LayerPlan, micro_batches: Sequence[int], backward: Callable[..., Visit], *, restores: bool
+) -> list[Visit]:
+    """List the backward's visits of a layer whose experts come apart: of all micro-batches, pass by pass.
+
+    A chunk's recomputation and its backward follow each other, and what was before the experts comes last,
+    run again then. Only where the layer is recomputed and a block runs behind the experts, all of it but them
+    is run again first.
+    """
+    main, behind = layer.blocks[0], layer.behind_chunks
+    last = layer.blocks[-1]
+    visits: list[Visit] = []
+    for number in micro_batches:
+        of_one = [Visit(main, micro_batch=number, stays=True)] if layer.is_recomputed and behind else []
+        of_one += [backward(block, number) for block in behind]
+        if restores and of_one:
+            of_one[0] = replace(of_one[0], restores=last)
+        visits += of_one
+    for first, second in reversed(layer.chunks):
+        for number in micro_batches:
+            again = Visit(first, micro_batch=number, stays=True)
+            is_first = restores and not behind and first == layer.blocks[-2]
+            visits += [
+                replace(again, restores=last) if is_first else again,
+                backward(second, number),
+                backward(first, number),
+            ]
+    return visits + [backward(main, number) for number in micro_batches]
 
 
 def pass_visits(
@@ -283,6 +347,7 @@ def layer_plans(
     blocks: Sequence[Sequence[int]],
     boundaries: str,
     saved: Sequence[tuple[int, int]] | None = None,
+    num_chunks: Sequence[int] | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Say how each decoder layer is passed.
 
@@ -292,11 +357,13 @@ def layer_plans(
         boundaries: The place where the inputs of recomputed layers wait.
         saved: The bytes that a micro-batch saves of each layer, and the room that they take on the host;
             None: these are not known.
+        num_chunks: The number of chunks of each layer's experts; None: none come apart.
     """
     sizes = saved or [(0, 0)] * len(policies)
     return tuple(
         LayerPlan(
             tuple(blocks[number]),
+            num_chunks=num_chunks[number] if num_chunks else 0,
             is_recomputed=policy.reruns,
             saves=policy.leaves_device(number, boundaries) and (saved is None or size > 0),
             drops=policy.drops(number),
@@ -376,15 +443,14 @@ def _forward(
     restores: bool = False,
 ) -> list[Visit]:
     first, last = layer.blocks[0], layer.blocks[-1]
-    visits = []
-    for micro_batch in numbers:
-        visits += [
-            Visit(
-                block,
-                micro_batch=micro_batch,
-                saves=saves and block == last,
-                restores=last if restores and block == first else -1,
-            )
-            for block in layer.blocks
-        ]
-    return visits
+    return [
+        Visit(
+            block,
+            micro_batch=micro_batch,
+            saves=saves and block == last,
+            restores=last if restores and block == first else -1,
+        )
+        for blocks in layer.passes
+        for micro_batch in numbers
+        for block in blocks
+    ]

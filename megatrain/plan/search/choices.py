@@ -89,6 +89,9 @@ def like(request: Request, choice: Choice) -> Iterator[Choice]:
         "weights_in_ram": 0,
         "lockstep": min(lockstep_sizes(request), key=lambda m: abs(m - choice.lockstep)),
     }
+    if given.expert_chunks not in (AUTO, choice.expert_chunks):
+        parts, together = parts_in(most_fragments(request), choice.fragments, given.expert_chunks)
+        values |= {"num_slots": parts + 1, "num_gradient_buffers": together + 1, "fragments": False}
     bases = dict.fromkeys([choice.activations[0], *(base.name for base in BASES)])
     for base in bases if given.activations == AUTO else [""]:
         values["activations"] = (base,) * num_layers
@@ -194,7 +197,7 @@ def _has_ram(request: Request, tiers: frozenset[tuple[str, str]]) -> bool:
     assert limit is not None
     if request.choice.mirror_resident is False:
         return True
-    totals = BlockSums.of(request.anatomy, fragments=False)
+    totals = BlockSums.of(request.anatomy, Choice(fragments=False, expert_chunks=1))
     kept, nobody = totals.kept_by_node(request.batch) or totals.totals, totals.totals[:0]
     weights = nobody if there.get("working") == "nvme" else totals.totals[:]
     state = nobody if there.get("moments") == "nvme" else kept[:]
@@ -258,12 +261,8 @@ def least_held(request: Request, tier: str) -> int | None:
     count = request.batch.num_micro_batches
 
     def leaving(choice: Choice) -> int:
-        parts = [f for layer in request.anatomy.layers for f in layer.fragments]
-        sizes = [f.sizes.gradient_bytes for f in parts]
-        if choice.fragments:
-            return max(sizes)
-        numbers = iter(sizes)
-        return max(sum(next(numbers) for _ in layer.fragments) for layer in request.anatomy.layers)
+        sums = BlockSums.of(request.anatomy, choice)
+        return max(sizes.gradient_bytes for sizes in sums.totals.sizes[: sums.first_outer])
 
     needs = [
         sum(
@@ -319,7 +318,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
     anatomy, batch = request.anatomy, request.batch
     num_layers = len(anatomy.layers)
     given = request.choice.for_layers(num_layers)
-    most = max(len(layer.fragments) for layer in anatomy.layers)
+    most = most_fragments(request)
     bases: list[tuple[str, ...]] = [given.activations]
     if given.activations == AUTO:
         bases = [(base.name,) * num_layers for base in BASES]
@@ -336,8 +335,13 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
         if "nvme" not in (given.boundaries, given.sums):
             locksteps = [locksteps[0], enough]
     comes_apart = most > 1 and extent in (Breadth.LEAST, Breadth.ALL)
-    for fragments, lockstep, boundaries, updates, outer, streams, sums, activations in product(
-        values_of(given.fragments, [False, True] if comes_apart else [False]),
+    whole = [
+        (fragments, 1) for fragments in values_of(given.fragments, [False, True] if comes_apart else [False])
+    ]
+    chunked = [(False, number) for number in chunk_counts(request) if is_least or given.expert_chunks != AUTO]
+    splits = [split for split in (*whole, *chunked) if given.expert_chunks in (AUTO, split[1])]
+    for split, lockstep, boundaries, updates, outer, streams, sums, activations in product(
+        splits,
         values_of(given.lockstep, sorted(set(locksteps))),
         values_of(given.boundaries, ["device", "host"]),
         values_of(given.updates, ["deferred"] if request.clips else ["deferred", "immediate"]),
@@ -353,8 +357,9 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
             continue
         if given.sums == AUTO and sums != "device" and lockstep >= batch.num_micro_batches:
             continue  # one round has nothing to add
-        parts = most if fragments else 1
-        default_buffers = parts + 1 if lockstep > 1 and not is_least else parts
+        fragments, chunks = split
+        parts, together = parts_in(most, fragments, chunks)
+        default_buffers = together + 1 if lockstep > 1 and not is_least else together
         numbers = slot_counts(num_layers * parts, parts)
         numbers = {Breadth.LEAST: [parts], Breadth.ALL: numbers}.get(extent, [parts + 1])
         for slots in values_of(given.num_slots, numbers):
@@ -366,6 +371,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
                 activations=activations,
                 boundaries=boundaries,
                 fragments=fragments,
+                expert_chunks=chunks,
                 resident_layers=decided(given.resident_layers, 0),
                 outer_resident=outer,
                 mirror_resident=decided(given.mirror_resident, True),
@@ -385,9 +391,13 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
 
 def is_allowed(request: Request, choice: Choice) -> bool:
     """Return whether the engine can run a choice; what fits is another question."""
-    parts = max(len(layer.fragments) for layer in request.anatomy.layers) if choice.fragments else 1
-    if choice.lockstep > 1 and choice.num_gradient_buffers < parts:
+    parts, together = parts_of(request, choice)
+    if choice.num_slots < parts and choice.expert_chunks > 1:
+        return False
+    if choice.lockstep > 1 and choice.num_gradient_buffers < together:
         return False  # the gradients of a layer's fragments add up at the same time
+    if choice.expert_chunks > 1 and any(not policy.keeps_boundary for policy in choice.policies):
+        return False
     if choice.outer_streams and (choice.outer_resident or not may_stream_outer(request)):
         return False
     if not may_be_resident(request, choice) and (choice.outer_resident or choice.resident_layers):
@@ -399,6 +409,37 @@ def is_allowed(request: Request, choice: Choice) -> bool:
     if any(place != "host" for place in choice.gradients):
         return may_wait_elsewhere(request, choice)
     return True
+
+
+def most_fragments(request: Request) -> int:
+    """Return the largest number of fragments of a layer."""
+    return max(len(layer.fragments) for layer in request.anatomy.layers)
+
+
+def parts_of(request: Request, choice: Choice) -> tuple[int, int]:
+    """Return how many blocks of a layer, and how many of its sums, are on the device together."""
+    return parts_in(most_fragments(request), choice.fragments, choice.expert_chunks)
+
+
+def parts_in(most: int, fragments: bool, expert_chunks: int) -> tuple[int, int]:
+    """Return the same for layers of so many fragments at most."""
+    if expert_chunks > 1:
+        return 3, 2  # what is beside the experts, and the two matrices of a chunk; the sums of these
+    return (most, most) if fragments else (1, 1)
+
+
+_CHUNK_BYTES = (1 << 30, 1 << 29)
+"""Bytes of a chunk of experts that are tried: smaller ones take longer to launch than to copy."""
+
+
+def chunk_counts(request: Request) -> list[int]:
+    """List into how many chunks experts may come apart: what is decided, or what is worth a look."""
+    given, nbytes = request.choice.expert_chunks, request.anatomy.chunked_bytes
+    if given != AUTO:
+        return [given] if given > 1 else []
+    if request.spec.is_cpu or request.choice.fragments is True:
+        return []
+    return [number for number in dict.fromkeys(-(-nbytes // each) for each in _CHUNK_BYTES) if number > 1]
 
 
 def may_be_resident(request: Request, choice: Choice) -> bool:

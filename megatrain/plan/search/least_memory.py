@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatrain.config.choice import AUTO
+from megatrain.config.choice import AUTO, Choice
 from megatrain.layout import pools
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.search.choices import first_fit, least_bytes
@@ -47,6 +47,6 @@ def enough_drives(request: Request) -> Size | None:
 
     if not fits(with_drives(DRIVE_SIZES[-1].nbytes)):
         return None
-    blocks = BlockSums.of(request.anatomy, fragments=False).totals[:]
+    blocks = BlockSums.of(request.anatomy, Choice(fragments=False, expert_chunks=1)).totals[:]
     guess = sum(pools.drive_pools(blocks, request.optimizer).values())
     return least_size(DRIVE_SIZES, lambda nbytes: fits(with_drives(nbytes)), guess=guess)

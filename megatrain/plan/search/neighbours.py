@@ -14,7 +14,9 @@ from megatrain.plan.search.choices import (
     is_allowed,
     lockstep_sizes,
     may_be_resident,
+    most_fragments,
     outer_options,
+    parts_of,
     slot_counts,
     stream_options,
     values_of,
@@ -31,11 +33,11 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
     all of them fit: to find out takes longer than to see that they cannot be faster.
     """
     num_layers, given = len(request.anatomy.layers), request.choice
-    most = max(len(layer.fragments) for layer in request.anatomy.layers)
-    parts = most if choice.fragments else 1
+    most = most_fragments(request)
+    parts, sums = parts_of(request, choice)
     changes: dict[str, Sequence[object]] = {
         "num_slots": slot_counts(num_layers * parts, parts),
-        "num_gradient_buffers": [parts, parts + 1],
+        "num_gradient_buffers": [sums, sums + 1],
         "updates": ["deferred"] if request.clips else ["deferred", "immediate"],
         "boundaries": ["device", "host"],
         "outer_resident": outer_options(request),
@@ -49,7 +51,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
         for name, values in changes.items():
             for value in values if getattr(given, name) == AUTO else ():
                 if value != getattr(choice, name):
-                    yield from _changed(request, frame, name, value, parts)
+                    yield from _changed(request, frame, name, value, sums)
         if num_layers <= SMALL and AUTO == given.lockstep == given.num_slots == given.num_gradient_buffers:
             # other rounds want other buffers: where it takes no time, they are looked at together
             names = ("lockstep", "num_slots", "num_gradient_buffers")
@@ -57,7 +59,7 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
                 changed = replace(frame, **dict(zip(names, together, strict=True)))  # type: ignore[arg-type]
                 if together[0] != choice.lockstep and is_allowed(request, changed):
                     yield from fill(request, changed)
-        if given.fragments == AUTO and most > 1:
+        if _may_split(request, choice):
             yield from _resplit(request, frame, 1 if choice.fragments else most)
         if given.resident_layers == AUTO and may_be_resident(request, choice) and not request.spec.is_cpu:
             # what is resident updates on the device: the best share of it is one of layers and outer blocks
@@ -75,17 +77,23 @@ def neighbours(request: Request, choice: Choice) -> Iterator[Choice]:
     yield from _thinned(request, choice)
     if num_layers <= SMALL and is_open:
         yield from _mixed(request, choice)
-        if given.fragments == AUTO and most > 1:
+        if _may_split(request, choice):
             for split in _splits(request, choice, 1 if choice.fragments else most):
                 placed = place_in_ram(request, split)
                 yield from _mixed(request, placed, residents=[choice.resident_layers])
 
 
-def _changed(request: Request, frame: Choice, name: str, value: object, parts: int) -> Iterator[Choice]:
+def _may_split(request: Request, choice: Choice) -> bool:
+    """Return whether layers may come in fragments, or whole again."""
+    is_open = request.choice.fragments == AUTO and choice.expert_chunks == 1
+    return is_open and most_fragments(request) > 1
+
+
+def _changed(request: Request, frame: Choice, name: str, value: object, sums: int) -> Iterator[Choice]:
     """Yield a frame with one field changed, and what follows from it."""
     changed = replace(frame, **{name: value})  # type: ignore[arg-type]
     if name == "lockstep" and request.choice.num_gradient_buffers == AUTO:
-        changed = replace(changed, num_gradient_buffers=parts + (changed.lockstep > 1))
+        changed = replace(changed, num_gradient_buffers=sums + (changed.lockstep > 1))
     if name == "updates" and value == "immediate":
         changed = replace(changed, gradients=("host",) * len(changed.activations))
     if is_allowed(request, changed):

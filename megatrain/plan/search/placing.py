@@ -109,7 +109,7 @@ def most_gradients_on_device(request: Request, choice: Choice) -> int:
     limit, num_layers = request.limits["device"], len(choice.activations)
     if limit is None:
         return num_layers
-    sums, batch = BlockSums.of(request.anatomy, choice.fragments), request.batch
+    sums, batch = BlockSums.of(request.anatomy, choice), request.batch
 
     def waiting(number: int) -> int:
         placed = _with_gradients(choice, number, 0)
@@ -153,8 +153,7 @@ def place_in_ram(request: Request, choice: Choice) -> Choice:
         placed = replace(choice, **counts)  # type: ignore[arg-type]
         return placed_bytes(request.anatomy, placed, request.batch, request.optimizer) + others - limit
 
-    num_blocks = sum(len(layer.fragments) if choice.fragments else 1 for layer in request.anatomy.layers)
-    num_blocks += len(request.anatomy.outer)
+    num_blocks = BlockSums.of(request.anatomy, choice).num_blocks
     weights = 0
     if choice.tier("working") == "nvme":
         weights = most_within(num_blocks, lambda n: over(weights_in_ram=n))

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatrain.config.choice import Choice
+from megatrain.config.choice import AUTO, Choice
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
+    chunk_counts,
     lacks_ram,
     like,
     list_choices,
@@ -66,6 +67,8 @@ def search(request: Request, *, budget: int = SEARCH_OPERATIONS, enough_s: float
     at like any others where nothing fits without them. Around what was found, policies are tried that
     `Policy.refines` says.
 
+    All of this is done again with experts in chunks of two sizes, where a layer's are large.
+
     Where RAM leaves something to wish for, all of this is done again with resident blocks whose state is on
     the device and nowhere else, in three numbers of them, which have to be faster than what was found.
 
@@ -91,6 +94,10 @@ def _searched(request: Request, budget: int, enough_s: float) -> Found | None:
     best = _near(request, budget, enough_s) if enough_s > 0 else None
     if best is None:
         best = _search(request, budget, enough_s)
+    for number in chunk_counts(request) if request.choice.expert_chunks == AUTO else ():
+        if best is None or best.step.step_s > enough_s:
+            chunked = replace(request, choice=replace(request.choice, expert_chunks=number))
+            best = _search(chunked, budget, enough_s, best) or best
     if best is not None and (best.step.step_s <= enough_s or not lacks_ram(request)):
         return best
     for asked in on_device_alone(request):
@@ -290,6 +297,7 @@ def _complexity(choice: Choice) -> tuple[int, ...]:
         choice.has_scratch_on_drives,
         any(place != "host" for place in choice.gradients),
         choice.fragments,
+        choice.expert_chunks > 1,
         choice.outer_streams,
         len(set(choice.activations)),
         choice.resident_layers,

@@ -154,7 +154,8 @@ class Boundaries:
         """
         self._name = name
         self._offloaded = offloaded
-        self._on_host = on_host
+        self.are_on_host = on_host
+        """Whether they leave the device."""
         self._drops = drops
         self.is_source = is_source
         """Whether the layer may run again for the next one's boundary."""
@@ -190,7 +191,7 @@ class Boundaries:
         if place is None and wanted and floats and not any(map(_is_boundary, kwargs.values())):
             place = floats[0]
         if place is None:
-            if (self._on_host or self._drops) and any(map(_is_boundary, kwargs.values())):
+            if (self.are_on_host or self._drops) and any(map(_is_boundary, kwargs.values())):
                 self._say_kept("its input is given by name, so it stays on the device")
             return None
         others = (*args[:place], None, *args[place + 1 :])
@@ -228,7 +229,7 @@ class Boundaries:
                 "its input is not just the output of the layer before, so it is kept in place of being "
                 "dropped"
             )
-        if self._on_host:
+        if self.are_on_host:
             return self._offloaded.save(hidden, key)
         return hidden.detach()
 

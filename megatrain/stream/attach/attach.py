@@ -161,7 +161,7 @@ def attach(
     planned = from_values(job.ranks.gather_values(as_values(choice))[0])
     choice = replace(planned, **{name: getattr(choice, name) for name in decided})
     job = job.as_chosen(choice)
-    blocks = find_blocks(model, fragments=choice.fragments)
+    blocks = find_blocks(model, **choice.split)
     check_choice(choice, blocks, compiles=compiles)
     check_runs(choice, job.runs.number)
     say_how(compile, lanes.device, compiles=compiles, budget=activation_budget)

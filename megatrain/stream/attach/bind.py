@@ -92,17 +92,17 @@ def bind(
     cast_buffers(model, torch.bfloat16 if precision is Precision.BF16 else torch.float32)
     rounded: list[str] = []
     with torch.no_grad():
-        for block, state in zip(blocks, host.blocks, strict=True):
-            for entry in state.layout.entries:
-                parameter = block.parameters[entry.name]
-                master = _master(loaded, entry.name, parameter) if fills else None
-                if master is not None and entry.dtype == torch.bfloat16 and entry.state_offset is None:
-                    if not torch.equal(master, parameter.data.float()):
-                        rounded.append(entry.name)
-                    master = None  # frozen weights stay the ones that are computed with
-                if fills:
-                    host.put(entry.name, parameter.data if master is None else master)
-                parameter.data = state.weight(entry)
+        parameters = {name: parameter for block in blocks for name, parameter in block.parameters.items()}
+        for name, parameter in parameters.items():
+            _, entry = host.places(name)[0]
+            master = _master(loaded, name, parameter) if fills else None
+            if master is not None and entry.dtype == torch.bfloat16 and entry.state_offset is None:
+                if not torch.equal(master, parameter.data.float()):
+                    rounded.append(name)
+                master = None  # frozen weights stay the ones that are computed with
+            if fills:
+                host.put(name, parameter.data if master is None else master)
+            parameter.data = host.weight(name)
     if rounded:
         _log.warning(
             "%d parameters, %s among them, were trained in bf16 and are frozen now: their fp32 masters are "
@@ -137,9 +137,10 @@ def require_same_weights(host: HostState, ranks: Ranks) -> None:
 def _master(loaded: HostState | None, name: str, parameter: nn.Parameter) -> Tensor | None:
     """Return a parameter's exact fp32 value if earlier host state has it; None: the parameter is all."""
     if loaded is not None and loaded.has(name):
-        state, entry = loaded.find(name)
-        if parameter.data_ptr() == state.weight(entry).data_ptr():
-            return state.master(entry)
+        number, entry = loaded.places(name)[0]
+        if parameter.data_ptr() == loaded.blocks[number].weight(entry).data_ptr():
+            ((_, master),) = loaded.masters([name])
+            return master
     return None
 
 

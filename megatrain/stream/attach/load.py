@@ -35,7 +35,7 @@ from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena, file_arena
-from megatrain.store.block_state import view_entry
+from megatrain.store.block_state import joined_rows
 from megatrain.store.placement import Tiers
 from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
@@ -152,7 +152,7 @@ def load(
     elif adaptation is not None:
         adapt(model, adaptation)
     now = {plain_names[id(p)]: name for name, p in model.named_parameters() if id(p) in plain_names}
-    blocks = find_blocks(model, fragments=choice.fragments is True)
+    blocks = find_blocks(model, **choice.split)
     layouts = plan_layouts(model, blocks, job.precision)
     number = job.runs.num_micro_batches
     # what is open may yet be decided so that it takes least
@@ -215,8 +215,7 @@ def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path 
         return
 
     def read(name: str) -> Tensor:  # of the base, which is frozen: the working weight is the whole value
-        weights = host.weights.read(host.number_of(name))
-        return view_entry(weights, host.find(name)[1]).to(torch.float32)
+        return host.read_weight(name).to(torch.float32)
 
     initialise(model, read, host.put, seed=seed)
 
@@ -238,22 +237,24 @@ class _InitialValues:
     """fp32 room for every parameter, for as long as initial values are drawn: on a drive if there is one."""
 
     def __init__(self, layouts: tuple[BlockLayout, ...], directory: Path | None) -> None:
-        self._places: dict[str, tuple[int, Entry]] = {}
+        self._places: dict[str, list[tuple[int, Entry]]] = {}
         size = 0
         for layout in layouts:
             for entry in layout.entries:
-                self._places[entry.name] = (size, entry)
+                self._places.setdefault(entry.name, []).append((size, entry))
                 size += 4 * entry.numel
         self._arena = Arena(size) if directory is None else file_arena(size, directory)
 
     def view(self, name: str) -> Tensor:
-        start, entry = self._places[name]
-        return self._arena.view(torch.float32, start, entry.numel).view(entry.shape)
+        places = self._places[name]
+        parts = [
+            self._arena.view(torch.float32, start, entry.numel).view(entry.shape) for start, entry in places
+        ]
+        return joined_rows(parts)
 
 
 def _working(host: HostState, name: str) -> Tensor:
-    block, entry = host.find(name)
-    return block.weight(entry)
+    return host.weight(name)
 
 
 def _bind_parameters(model: PreTrainedModel, view: Callable[[str], Tensor]) -> None:

@@ -155,7 +155,7 @@ def _as_held(model: PreTrainedModel, choice: Choice, given: Conditions) -> Choic
         choice = replace(choice, mirror_resident=True)
     if choice.fragments == AUTO:
         for fragments in (False, True):
-            blocks = find_blocks(model, fragments=fragments)
+            blocks = find_blocks(model, **{**choice.split, "fragments": fragments})
             if list(host.layouts) == plan_layouts(model, blocks, given.job.precision):
                 return replace(choice, fragments=fragments)
     return choice
@@ -167,7 +167,7 @@ def _conservative(model: PreTrainedModel, choice: Choice, given: Conditions) -> 
     one = replace(given.job, batch=None, ranks=ALONE)  # one micro-batch at a time
 
     def fits(found: Choice) -> bool:
-        blocks = find_blocks(model, fragments=found.fragments)
+        blocks = find_blocks(model, **found.split)
         layouts = plan_layouts(model, blocks, given.job.precision)
         residents = residents_of(found, blocks)
         try:

@@ -29,5 +29,7 @@ class BlockVisit:
         self.call = call
         self.place: Tensor | None = None
         """The block's bytes on the device, while it is open."""
+        self.waits = False
+        """Blocks of its own call come between its forward that was run again and its backward."""
         self.is_again = False
         """A forward that was run before runs again, in the backward's visit or in one of its own."""

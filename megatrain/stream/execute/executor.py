@@ -192,7 +192,8 @@ class Executor:
         """Visit what autograd has passed unseen: fragments without trained parameters, of another call."""
         if self.open_visit is not None and self.open_visit.operation.is_backward:
             self.close()
-        for visit in self._pinned and [visit for visit in reversed(self._pinned) if visit.call is not call]:
+        passed = [v for v in reversed(self._pinned) if v.call is not call and not (v.waits and call)]
+        for visit in passed:
             self._open(visit, is_backward=True)
             self.close()
 

@@ -458,10 +458,11 @@ class Gradients:
 
     def named(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield those of `names` that have a gradient, as (name, fp32 host tensor); fp32 ones are views."""
-        owner = {name: block for block, present in enumerate(self.present) for name in present}
         for name in names:
-            if name in owner:
-                yield name, self._gradient(owner[name], self._host.find(name)[1])
+            places = [(n, entry) for n, entry in self._host.places(name) if name in self.present[n]]
+            if places:
+                parts = [self._gradient(*place) for place in places]
+                yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _gradient(self, block: int, entry: Entry) -> Tensor:
         """Return one complete gradient as an fp32 host tensor, from wherever it is."""

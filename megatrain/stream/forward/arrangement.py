@@ -17,7 +17,7 @@ from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError, ConfigError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
-from megatrain.model.blocks import Block, ends_of, group_layers, outer_of
+from megatrain.model.blocks import Block, ends_of, group_layers, num_chunks, outer_of
 from megatrain.model.profile.flops import ModelFlops, count_flops
 from megatrain.model.shares import adds_router_loss
 from megatrain.plan.program.spec import DriveSpec, StepSpec
@@ -222,8 +222,16 @@ class Arrangement:
             self._drives,
         )
         behind = [number for number, block in enumerate(blocks) if block.is_behind]
+        groups = group_layers(blocks)
         spec = replace(
-            StepSpec.of(choice, sizes, group_layers(blocks), ends=ends_of(blocks), behind=behind),
+            StepSpec.of(
+                choice,
+                sizes,
+                groups,
+                ends=ends_of(blocks),
+                behind=behind,
+                num_chunks=[num_chunks(blocks, layer) for layer in groups],
+            ),
             splits=host.precision is Precision.BF16,
             tiers=tiers_of_gradients(choice, blocks, host.layouts),
             heads_in_turn=not adds_router_loss(self._model.config),

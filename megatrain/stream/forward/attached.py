@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from megatrain.config.policies import Policy
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
+from megatrain.model.expert_products import Factors
+from megatrain.model.experts import experts_of
 from megatrain.model.routes import Count, Router, Routes, routers_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.store.digests import note_weights
@@ -21,6 +24,7 @@ from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.forward.expert_chunks import Chunk
 from megatrain.stream.forward.gradient_hooks import GradientHooks, refuse_hooks
 from megatrain.stream.forward.stream_weights import Place
 from megatrain.stream.job.job import Job
@@ -47,6 +51,11 @@ class Binding:
             for name, parameter in block.parameters.items():
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     refuse_hooks(name, parameter, is_shared=self.job.sequence > 1)
+                    if block.rows is not None:
+                        raise ModelError(
+                            f"parameter {name} has a hook on its gradient, which comes in chunks of experts; "
+                            "remove the hook, or attach with expert_chunks=1"
+                        )
         if self.moved is not None:
             raise ModelError(
                 f"parameter {self.moved} was moved or cast after the engine was attached; call "
@@ -59,7 +68,9 @@ class Binding:
         for block, state in zip(self.blocks, self.host.blocks, strict=True):
             base = state.working.data_ptr()
             for entry in state.layout.entries:
-                if block.parameters[entry.name].data_ptr() != base + entry.byte_offset:
+                parameter = block.parameters[entry.name]
+                place = parameter.data_ptr() + entry.first_index * parameter.itemsize
+                if place != base + entry.byte_offset:
                     return entry.name
         return None
 
@@ -177,6 +188,16 @@ class AttachedBlock:
         return self.places, own + [resident[block][entry] for block, entry in self._borrowed]
 
 
+class RunningLayer(Protocol):
+    """A run of a layer's forward."""
+
+    def enter(self, block: AttachedBlock) -> None:
+        """Take note that a module of a fragment is called."""
+
+    def run_experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Run the layer's experts in chunks."""
+
+
 class AttachedLayer:
     """A decoder layer: its fragments (one, if it streams as a whole), its own forward, and its policy."""
 
@@ -198,8 +219,20 @@ class AttachedLayer:
         self.router_names = [router.name for router in self.routers]
         self.count: Count | None = None
         """What is given the experts that each of these routers has chosen; None: nobody wants to know."""
-        self.entering: Callable[[AttachedBlock], None] | None = None
-        """What takes note of the fragment whose module is called; None: the layer is not running."""
+        self.running: RunningLayer | None = None
+        """The run of the layer that is going on; None: there is none."""
+        self.give_way: Callable[[float], None] = lambda place: None
+        """Lets other micro-batches come to a place in the layer, which begins at 0 and ends at 1."""
+        self.keeps_experts_output = blocks[0].block.keeps_experts_output
+        self._parts = {block.index: block for block in blocks if block.block.rows is not None}
+        self.chunks = _chunks(list(self._parts.values()))
+        """The chunks of its experts, in the order of the forward; none: they do not come apart."""
+        self.experts = experts_of(module) if self.chunks else None
+        self.adapters: dict[str, list[Factors]] = {}
+        """The adapters of its experts' matrices that are active in a call of them, by the matrix's name."""
+        self._small: list[weakref.ref[Tensor]] = []
+        self.is_behind_experts = bool(self.chunks) and len(blocks) > 1 + len(self._parts)
+        """Whether a block of it runs behind its experts."""
 
     def arrange(
         self, executor: Executor, offloaded: OffloadedActivations, policy: Policy, boundaries: Boundaries
@@ -230,18 +263,53 @@ class AttachedLayer:
         """Name of the layer, or of its first fragment."""
         return self.blocks[0].block.name
 
+    def kept_small(self, extras: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of small weights beside the experts, which leave the device before the backward.
+
+        They are shared for as long as any call has them: no weight changes before its backward.
+        """
+        found = [kept for reference in self._small if (kept := reference()) is not None]
+        if len(found) != len(extras):
+            found = [extra.detach().clone() for extra in extras]
+            self._small = [weakref.ref(kept) for kept in found]
+        return found
+
+    def part(self, block: int) -> AttachedBlock:
+        """Return a block of a chunk of experts by its number."""
+        return self._parts[block]
+
+    def run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Run its experts in chunks, as their module would run them.
+
+        Raises:
+            ModelError: They were called outside their layer's forward.
+        """
+        return self._now(f"the experts of {self.name}").run_experts(hidden_states, top_k_index, top_k_weights)
+
     def enter(self, block: AttachedBlock) -> None:
         """Enter a fragment: one of its modules is called.
 
         Raises:
             ModelError: The module was called outside its layer's forward.
         """
-        if self.entering is None:
+        self._now(block.block.name).enter(block)
+
+    def _now(self, what: str) -> RunningLayer:
+        if self.running is None:
             raise ModelError(
-                f"{block.block.name} was called outside its layer's forward; call the model, or attach it "
+                f"{what} was called outside its layer's forward; call the model, or attach it "
                 "with fragments=False"
             )
-        self.entering(block)
+        return self.running
+
+
+def _chunks(parts: Sequence[AttachedBlock]) -> list[Chunk]:
+    """Pair the blocks of a layer's chunks, which come in the order of the forward."""
+    found = []
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        assert first.block.rows is not None
+        found.append(Chunk(first.block.rows, first.index, second.index))
+    return found
 
 
 def attach_blocks(binding: Binding) -> tuple[list[AttachedLayer], list[AttachedBlock]]:
@@ -251,6 +319,7 @@ def attach_blocks(binding: Binding) -> tuple[list[AttachedLayer], list[AttachedB
         entry.name: (index, number)
         for index, layout in enumerate(layouts)
         for number, entry in enumerate(layout.entries)
+        if entry.rows is None
     }
     attached = [
         AttachedBlock(index, block, layout, owners)

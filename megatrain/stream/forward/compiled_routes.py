@@ -69,10 +69,10 @@ choose.register_autograd(_backward, setup_context=_set_up)
 
 
 def lines_of(routers: Sequence[Router]) -> Lines:
-    """Return the lines of the routers' forwards, by which operations of a graph are known for theirs."""
+    """Return the lines in which routers choose, by which operations of a graph are known for theirs."""
     lines: dict[str, set[int]] = {}
     for router in routers:
-        code = type(router.module).forward.__code__
+        code = getattr(type(router.module), router.method).__code__
         lines.setdefault(code.co_filename, set()).update(line for *_, line in code.co_lines() if line)
     return {file: frozenset(numbers) for file, numbers in lines.items()}
 

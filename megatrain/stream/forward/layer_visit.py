@@ -11,7 +11,7 @@ touches the one before: its weights' node is older than its own operations and y
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,12 +23,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain.config.policies import RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
+from megatrain.model.expert_products import Routed, beside_of
 from megatrain.model.routes import Routes, watched
 from megatrain.model.selective import keeping
 from megatrain.stream.activations.recompute import Contexts, Recomputation
 from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
+from megatrain.stream.forward.expert_chunks import ExpertsCall
 from megatrain.stream.forward.passes import Pass
 from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights
 
@@ -78,6 +80,8 @@ class LayerVisit:
         """Those that are on the device again, for their backward."""
         self.addresses = range(0)
         """Of the fragment's place that is open in the first run, or was last."""
+        self.experts: ExpertsCall | None = None
+        """The call of the layer's experts, where these come apart."""
         self._has_run = False
         self._key = -1
         """Name of what the visit saves; -1: it saves nothing."""
@@ -118,9 +122,16 @@ class LayerVisit:
         if self.recomputed and self.recomputed[-1] is entry:
             self.recomputed.pop()
         if self.recomputed:
-            self.recomputed[-1].open_backward()
+            if not self.recomputed[-1].waits:
+                self.recomputed[-1].open_backward()
         elif entry is self.entries[0] and self._key >= 0:
             self.layer.offloaded.leave(self._key)
+
+    def go_on_before_experts(self) -> None:
+        """After the backward of all chunks, open that of what was before them, if it was run again."""
+        for entry in self.recomputed:
+            entry.waits = False
+            entry.open_backward()
 
     def _run_again(self, routes: Routes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer once more, for the boundary of the next one."""
@@ -131,7 +142,7 @@ class LayerVisit:
         """Run the class's own forward on slot views: the forward first, the recomputation after it."""
         layer = self.layer
         run, self._has_run = _Run(self, is_recomputation=self._has_run), True
-        held, layer.entering = layer.entering, run.enter
+        held, layer.running = layer.running, run
         try:
             if not layer.has_fragments:
                 run.enter(layer.blocks[0])
@@ -142,7 +153,7 @@ class LayerVisit:
         finally:
             if run.restore():
                 layer.executor.close(pins=run.is_recomputation)
-            layer.entering = held
+            layer.running = held
 
     def _pack(self, tensor: Tensor) -> Tensor | SavedWeight | Held:
         if tensor.data_ptr() in self.addresses:
@@ -189,6 +200,7 @@ class _Run:
         if self.is_recomputation:
             entry = visit.entries[self._count]
             assert entry.attached is block, "the recomputation took another way than the forward"
+            entry.waits = visit.layer.is_behind_experts and self._count == 0
             visit.recomputed.append(entry)
         else:
             entry = _Entry(visit, block)
@@ -211,7 +223,37 @@ class _Run:
     @property
     def _stays_open(self) -> bool:
         """Whether the fragment that was recomputed last is so in its backward's own visit."""
-        return self._count == len(self._visit.entries)
+        is_before_experts = self._visit.layer.is_behind_experts and self._count == 1
+        return self._count == len(self._visit.entries) and not is_before_experts
+
+    def run_experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Run the layer's experts chunk by chunk; what is beside them is left for that time."""
+        visit, layer = self._visit, self._visit.layer
+        assert layer.experts is not None
+        beside, extras = beside_of(layer.experts, layer.adapters)
+        routed = Routed.of(hidden, chosen, weights, extras)
+        if self.is_recomputation:
+            assert visit.experts is not None
+            return visit.experts.run_again(routed)
+        if self.restore():
+            layer.executor.close()
+        visits = _ChunkVisits(visit)
+        visit.experts = ExpertsCall(
+            layer.experts,
+            beside,
+            layer.chunks,
+            visits,
+            layer.executor.lanes.device,
+            keeps_input=layer.policy.reruns and not layer.is_behind_experts,
+            keeps_output=layer.policy.reruns and layer.keeps_experts_output,
+        )
+        return visit.experts.run(routed, self._give_way)
+
+    def _give_way(self, place: float) -> None:
+        layer = self._visit.layer
+        layer.running = None  # others run it meanwhile
+        layer.give_way(place)
+        layer.running = self
 
     def restore(self) -> bool:
         """Give the modules their parameters back, and return whether the visit of a fragment is over.
@@ -224,6 +266,74 @@ class _Run:
         exchange(self._places, self._own)
         self._entry = None
         return not (self.is_recomputation and self._stays_open)
+
+
+class _ChunkVisits:
+    """The visits of the blocks of a layer's chunks, in one call of the layer."""
+
+    def __init__(self, visit: LayerVisit) -> None:
+        self._visit = visit
+        self._executor = visit.layer.executor
+        self._again: dict[int, BlockVisit] = {}
+
+    @contextmanager
+    def forward(self, block: int) -> Iterator[Tensor]:
+        """Let a block's weight be passed for the first time."""
+        entry = self._entry(block)
+        self._executor.open(entry, is_backward=False, is_again=False)
+        yield self._weight(entry)
+        self._executor.close()
+
+    @contextmanager
+    def again(self, block: int) -> Iterator[Tensor]:
+        """Let a forward run again; the block stays until its backward."""
+        entry = self._again[block] = self._entry(block)
+        self._executor.open(entry, is_backward=False, is_again=True)
+        yield self._weight(entry)
+        self._executor.close(pins=True)
+
+    def backward(self, block: int, run: Callable[[Tensor], Tensor | None]) -> None:
+        """Visit a block's backward."""
+        is_again = block not in self._again
+        entry = self._again.pop(block, None) or self._entry(block)
+        self._executor.open(entry, is_backward=True, is_again=is_again)
+        weight = self._weight(entry)
+        attached = self._visit.layer.part(block)
+        gradient = run(weight)
+        wants = [weight.requires_grad]
+        given = attached.line_up([gradient] if wants[0] else [], wants, self._visit.current.call)
+        self._executor.close(given if wants[0] else None)
+
+    def begin_backward(self) -> None:
+        """Take note that autograd has come to the experts."""
+        self._visit.current.begin_backward()
+
+    def end_backward(self) -> None:
+        """Take note that autograd goes on with what was before the experts."""
+        self._visit.go_on_before_experts()
+
+    def keep_small(self, extras: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return copies of small weights that all micro-batches of a step share."""
+        return self._visit.layer.kept_small(extras)
+
+    def keep(self, tensor: Tensor) -> object:
+        """Keep a tensor until the backward: with the layer's input, if that leaves the device."""
+        layer, key = self._visit.layer, self._visit._key
+        return layer.offloaded.save(tensor, key) if layer.boundaries.are_on_host and key >= 0 else tensor
+
+    def bring(self, kept: object) -> Tensor:
+        """Return a tensor that was kept."""
+        if isinstance(kept, Held):
+            return self._visit.layer.offloaded.load(kept)
+        assert isinstance(kept, Tensor)
+        return kept
+
+    def _entry(self, block: int) -> BlockVisit:
+        return BlockVisit(block, self._visit.current.micro_batch, self._visit)
+
+    def _weight(self, entry: BlockVisit) -> Tensor:
+        (alias,) = self._executor.slots.aliases(entry.block, entry.operation.slot)
+        return alias.detach().requires_grad_(self._visit.layer.part(entry.block).parameters[0].requires_grad)
 
 
 def _running(routes: Routes | None) -> AbstractContextManager[object]:

@@ -1,14 +1,15 @@
 """Micro-batches in lockstep: all of a round pass a layer before any of them enters the next.
 
 Each micro-batch is an ordinary forward of the model, run as a coroutine that gives way at every layer's
-entry. All run in one thread and start in reverse order, so autograd's sequence numbers are block-major and
-backward, which takes the newest first, passes each block with micro-batch 0, 1, 2, ... : gradients add up as
-they would if the micro-batches came one after the other. Where the backward of each head follows its forward,
-they come to the head in their own order, for the same reason.
+entry, and within a layer before each chunk of its experts, where they come apart. All run in one thread and
+start in reverse order, so autograd's sequence numbers are block-major and backward, which takes the newest
+first, passes each block with micro-batch 0, 1, 2, ... : gradients add up as they would if the micro-batches
+came one after the other. Where the backward of each head follows its forward, they come to the head in their
+own order, for the same reason.
 
 Nothing of the model is cut or rewritten. What a coroutine must find again when it goes on is put away and
 back: the parameters in place and the loss's token count by the `Keeper`, and what torch keeps per thread, the
-random generators and the grad and autocast modes, here.
+random generators, the grad and autocast modes, and the hooks and modes that a layer is run in, here.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
 
 from megatrain.stream.activations.torch_state import Autocast, RandomState
 
@@ -56,7 +59,9 @@ class Lockstep:
         self._num_layers = num_layers
         self._hub: greenlet | None = None
         self._workers: list[greenlet] = []
-        self._next_layer: dict[greenlet, tuple[int, int]] = {}
+        self._below: _Surroundings | None = None
+        """The hooks and modes around the coroutines."""
+        self._next_layer: dict[greenlet, tuple[int, float]] = {}
         """Before which layer a coroutine waits, after how many passes through all layers."""
 
     @property
@@ -64,10 +69,11 @@ class Lockstep:
         """Whether the caller is one of the coroutines."""
         return self._hub is not None and getcurrent() is not self._hub
 
-    def give_way(self, layer: int) -> None:
+    def give_way(self, layer: float) -> None:
         """Let the other micro-batches reach this layer; does nothing outside of a coroutine.
 
-        The head comes behind the last layer, and a pass begins before the first: -1.
+        A fraction is a place within the layer. The head comes behind the last layer, and a pass begins before
+        the first: -1.
 
         Not in a backward: autograd's own thread cannot change coroutines, and its order is made by then.
         """
@@ -84,12 +90,17 @@ class Lockstep:
     def _earlier(self, worker: greenlet) -> Sequence[greenlet]:
         return self._workers[: self._workers.index(worker)]
 
-    def _wait_at(self, turn: int, layer: int) -> None:
+    def _wait_at(self, turn: int, layer: float) -> None:
         assert self._hub is not None
         self._next_layer[getcurrent()] = turn, layer
         kept = self._keeper.put_away()
-        random, modes = RandomState(self._device), _Modes(self._device)
+        random, modes, surroundings = (
+            RandomState(self._device),
+            _Modes(self._device),
+            _Surroundings(self._below),
+        )
         self._hub.switch()
+        surroundings.restore()
         modes.restore()
         random.restore()
         self._keeper.put_back(kept)
@@ -113,6 +124,8 @@ class Lockstep:
         results: dict[int, T] = {}
         ends: dict[int, RandomState] = {}
         begin, modes = RandomState(self._device), _Modes(self._device)
+        self._below = _Surroundings()
+        self._below.restore()
 
         def coroutine(number: int) -> Callable[[], None]:
             def run() -> None:
@@ -162,3 +175,39 @@ class _Modes:
         if torch.is_grad_enabled() is not self._has_grad:
             torch.set_grad_enabled(self._has_grad)
         self._autocast.restore()
+
+
+class _Surroundings:
+    """The hooks for saved tensors and the modes that a coroutine has entered, which are a thread's too."""
+
+    def __init__(self, below: _Surroundings | None = None) -> None:
+        """Take them out, but for those that were there `below`, before the coroutine began."""
+        self._hooks = _taken_hooks()
+        self._dispatch = [dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        self._functions = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        if below is not None:
+            below.restore()
+            for own, held in zip(self._stacks, below._stacks, strict=True):
+                del own[len(own) - len(held) :]
+
+    @property
+    def _stacks(self) -> tuple[list[Any], ...]:
+        return self._hooks, self._dispatch, self._functions
+
+    def restore(self) -> None:
+        """Put them back."""
+        for mode in reversed(self._functions):
+            overrides._push_mode(mode)
+        for mode in reversed(self._dispatch):
+            dispatch._push_mode(mode)
+        for pack, unpack in reversed(self._hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _taken_hooks() -> list[Any]:
+    """Take all hooks for saved tensors out, the innermost first."""
+    found = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return found

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.documents.begins import documents, read_documents
+from megatrain.model.experts import part_to_compile
 from megatrain.model.head.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
@@ -130,7 +131,9 @@ class ModelForward:
                 self._override_outer(block, block.block.caller)
                 if block.block.is_head:
                     self._overrides.on_removal(let_reads_stream(block, self._read_head))
-        for module, activate in adapters_of_parameters(self._model):
+        layers = self._arrangement.layers
+        apart = {layer.experts.module: layer.adapters for layer in layers if layer.experts is not None}
+        for module, activate in adapters_of_parameters(self._model, apart):
             self._overrides.put(module, ATTRIBUTE, activate)
         self._overrides.refuse_moves(self._device)
         blocks = self._arrangement.binding.blocks
@@ -191,7 +194,13 @@ class ModelForward:
             return self._enter_head(result) if number == last else result
 
         last = len(self._arrangement.layers) - 1
-        if compiler is not None and not layer.has_fragments:
+        if layer.experts is not None:
+            layer.give_way = lambda place: self.turns.lockstep.give_way(number + place)
+            self._overrides.replace(layer.experts.module, partial(AttachedLayer.run_experts, layer))
+            part = part_to_compile(layer.module, layer.experts)
+            if compiler is not None and part is not None:
+                self._overrides.replace(part, compiler.runner(part, part.forward))
+        elif compiler is not None and not layer.has_fragments:
             layer.inner = compiler.runner(layer.module, layer.inner)
             layer.leave_routers(layer.module)
         self._overrides.replace(layer.module, forward)

@@ -118,6 +118,7 @@ def _lasting(choice: Choice) -> dict[str, Any]:
     return {
         **placed,
         "fragments": choice.fragments,
+        "expert_chunks": choice.expert_chunks,
         "mirror_resident": choice.mirror_resident,
         "tiers": choice.tiers,
         "blocks_in_ram": choice.blocks_in_ram,

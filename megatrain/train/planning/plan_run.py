@@ -168,6 +168,8 @@ def _notes(request: Request) -> list[str]:
             f"a token passes {format_count(anatomy.num_active_params)} of {format_count(anatomy.num_params)} "
             "parameters; the model's experts are counted as evenly used, and all of them stream and update"
         )
+        if spec.has_accelerator:
+            notes.append("published runs of models with experts were slower than their plans")
     notes += rates_note(spec, anatomy.precision)
     if request.deterministic and spec.has_accelerator and anatomy.num_heads:
         notes.append(_deterministic_note(request))

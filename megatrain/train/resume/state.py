@@ -8,16 +8,19 @@ counters, the schedule, the data position and the random generators.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megatrain.checkpoint.load import read_safetensors
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import make_private_directory, matching_names, remove_tree, write_bytes_durably
+from megatrain.layout.blocks import split_part_name
 from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.untouched import UNTOUCHED
 from megatrain.store.block_state import BlockState, view_entry
@@ -52,18 +55,22 @@ def write_model(
     engine.settle()
     model: PreTrainedModel = engine.model
     host = engine.host
-    groups = [[entry.name for entry in layout.entries] for layout in host.layouts]
+    groups = [
+        [entry.name for entry in layout.entries if entry.rows is None or entry.rows.start == 0]
+        for layout in host.layouts
+    ]
 
     last: list[Any] = [-1, None]
 
     def read(name: str) -> Tensor:
         if not host.has(name):
             return model.get_buffer(name).cpu()
-        state, entry = host.find(name)
-        number = host.number_of(name)
-        if last[0] != number:  # names of one block come together, and its weights may be on a drive
-            last[:] = [number, host.weights.read(number)]
-        return view_entry(last[1], state.entries[entry.name])
+        parts = []
+        for number, entry in host.places(name):
+            if last[0] != number:  # names of one block come together, and its weights may be on a drive
+                last[:] = [number, host.weights.read(number)]
+            parts.append(view_entry(last[1], entry))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     export_weights(model, out, groups=groups, read=read, untouched=model.__dict__.get(UNTOUCHED))
     with os_errors("write the tokenizer to", out):
@@ -131,37 +138,70 @@ def read_state(host: HostState, source: Path, *, reads: bool = True) -> None:
         for number in _trained(host):
             host.follow(number)
         return
-    where: dict[str, Path] = {}
+    where: dict[str, list[_Part]] = {}
     directory = source / _STATE_DIR
     with os_errors("read", directory):
         names = matching_names(directory, ["block-*.safetensors"])
     for file in map(directory.joinpath, names):
         with read_safetensors(file) as tensors:
-            where |= dict.fromkeys(tensors, file)  # a run with other fragments has other files
+            for key in tensors:  # a run with other fragments, or chunks of experts, has other files
+                name, rows = split_part_name(key)
+                where.setdefault(name, []).append(_Part(file, key, rows))
     for number in _trained(host):
         with host.borrow(number, writes=True) as block:
             _read_block(block, source, where)
 
 
-def _read_block(block: BlockState, source: Path, where: Mapping[str, Path]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A saved tensor: what is kept in a plane of a parameter, or of some of its rows."""
+
+    file: Path
+    key: str
+    rows: range | None
+
+
+def _read_block(block: BlockState, source: Path, where: Mapping[str, Sequence[_Part]]) -> None:
     wanted = block.optimizer_tensors()
-    for name in wanted:
-        if name not in where:
-            raise CheckpointError(
-                f"{source} has no {name}: it is of another model, train.precision or optim.state"
-            )
-    for file in dict.fromkeys(where[name] for name in wanted):
+    missing = {key: tensor.numel() for key, tensor in wanted.items()}
+    parts: dict[Path, list[tuple[str, _Part]]] = {}
+    for key in wanted:
+        for part in where.get(split_part_name(key)[0], ()):
+            parts.setdefault(part.file, []).append((key, part))
+    for file, of_file in parts.items():
         with read_safetensors(file) as tensors:
-            for name, tensor in wanted.items():
-                if where[name] != file:
-                    continue
-                saved = tensors[name]
-                if saved.dtype != tensor.dtype or saved.shape != tensor.shape:
-                    raise CheckpointError(
-                        f"{source}: {name} is {tuple(saved.shape)} {saved.dtype}, but the model needs "
-                        f"{tuple(tensor.shape)} {tensor.dtype}"
-                    )
-                tensor.copy_(saved)
+            for key, part in of_file:
+                missing[key] -= _copy_part(source, key, wanted[key], tensors[part.key], part.rows)
+    for key in (key for key, numel in missing.items() if numel):
+        raise CheckpointError(
+            f"{source} has no {key}: it is of another model, train.precision or optim.state"
+        )
+
+
+def _copy_part(source: Path, key: str, tensor: Tensor, saved: Tensor, saved_rows: range | None) -> int:
+    """Copy what a saved tensor has of a wanted one, and return how many elements that is."""
+    _, rows = split_part_name(key)
+    is_like = saved.shape == tensor.shape if saved_rows == rows else saved.shape[1:] == tensor.shape[1:]
+    if not is_like or saved.dtype != tensor.dtype:
+        raise CheckpointError(
+            f"{source}: {key} is {tuple(saved.shape)} {saved.dtype}, but the model needs "
+            f"{tuple(tensor.shape)} {tensor.dtype}"
+        )
+    there, here = _elements(saved, saved_rows), _elements(tensor, rows)
+    start, stop = max(there.start, here.start), min(there.stop, here.stop)
+    if start >= stop:
+        return 0
+    found = saved.reshape(-1)[start - there.start : stop - there.start]
+    tensor.view(-1)[start - here.start : stop - here.start].copy_(found)
+    return stop - start
+
+
+def _elements(tensor: Tensor, rows: range | None) -> range:
+    """Return which elements of a whole plane a tensor has that is of some rows of the parameter."""
+    if rows is None:
+        return range(tensor.numel())
+    start = rows.start * tensor.numel() // len(rows)  # parts begin where scales do
+    return range(start, start + tensor.numel())
 
 
 def compact_counts(counts: Mapping[str, int]) -> int | dict[str, int]:

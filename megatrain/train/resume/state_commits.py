@@ -160,7 +160,7 @@ def _record(config: Config, node: int, num_nodes: int, name: str) -> CommitRecor
 
 
 def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
-    """Return the settings of a run with `fragments`, where that is `auto`, as committed state is laid out.
+    """Return the settings of a run with `fragments` and `expert_chunks`, where they are `auto`, as committed.
 
     The run is planned as one that commits, since its state is on the drives already; without committed state
     the settings stay as they are.
@@ -170,6 +170,8 @@ def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
     changes: dict[str, Any] = {"commit_every": config.memory.commit_every or 1}
     if config.memory.fragments == "auto":
         changes["fragments"] = bool(committed["fragments"])
+    if config.memory.expert_chunks == "auto":
+        changes["expert_chunks"] = committed.get("expert_chunks", 1)
     return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
 
 

@@ -43,7 +43,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(
 ) -> None:
     """It stops in a step after a checkpoint, and every generator is somewhere else when it goes on."""
     host.native.delay(1, 0.1, 3e-4, 1e-4)
-    monkeypatch.setattr("megatrain.train.run.measure_matmul_peak", lambda *_: 1e12)
+    monkeypatch.setattr("megatrain.stream.meter.measure_matmul_peak", lambda *_: 1e12)
     monkeypatch.setattr("megatrain.stream.machine.measure_matmul_peak", lambda *_: 1e12)
     train(make_config(tmp_path, "whole", **sections(steps=4, memory=memory)))
     step = loop.train_step

@@ -112,6 +112,28 @@ def test_without_kept_routes_a_perturbed_router_chooses_others(
     assert not perturbed.is_same
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_experts_in_chunks_are_those_of_the_forward(is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches take turns there between a layer's router and its experts."""
+    engine = attached("deepseek_v3", "recompute", expert_chunks=2, num_slots=4)
+    perturbed = Perturbed(engine, monkeypatch)
+    for number, layer in enumerate(engine.arrangement.layers):
+        for name in layer.router_names:
+            experts: Any = layer.module.get_submodule(f"{name.rpartition('.')[0]}.experts")
+            note, inner = perturbed._note(number), experts.forward
+
+            def forward(*args: Any, note: Any = note, inner: Any = inner) -> Any:
+                note(None, args)
+                return inner(*args)
+
+            experts._forward_pre_hooks.clear()
+            experts.__dict__["forward"] = forward
+        if not is_kept:
+            layer.router_names = []
+    train(engine)
+    assert perturbed.is_same == is_kept
+
+
 def test_weights_of_kept_experts_are_those_of_the_new_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that recomputes with other scores gives the kept experts the weights of these."""
     engine = attached("mixtral", "recompute")
