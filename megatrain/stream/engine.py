@@ -28,6 +28,7 @@ from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.forward.attention import chosen_kernels
 from megatrain.stream.forward.compiled import Compiler
+from megatrain.stream.forward.expert_loads import ExpertLoads
 from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.lanes import Lanes
 from megatrain.stream.memory import room_for_activations
@@ -149,6 +150,14 @@ class Engine:
         batch = self.arrangement.binding.job.batch
         if batch is not None:
             self.arrangement.rounds.make_room(self.choice.rounds(batch.num_micro_batches))
+
+    def count_experts(self) -> ExpertLoads:
+        """Count from now on how many tokens go to each expert of the model, if it has any.
+
+        Returns:
+            The counts, which `take()` reads; it waits for the device, so call it where the loss is read.
+        """
+        return ExpertLoads(self.arrangement.layers)
 
     # -- the step -------------------------------------------------------------------------------------------
 

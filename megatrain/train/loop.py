@@ -289,6 +289,8 @@ def _save(run: Run, directory: RunDirectory) -> Path:
             lend_state(run.engine)
         saved = Path(run.ranks.tell(None if path is None else str(path)))
     run.tell("checkpoint")
+    if run.ranks.rank == 0:
+        run.experts.write(directory.experts)
     if (tracker := run.evaluator.best_tracker).best_step == run.step:
         run.callbacks.best(tracker.best_loss, run.step, str(saved))
     run.callbacks.call("on_save")

@@ -36,6 +36,7 @@ from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
+from megatrain.train.experts import ExpertWatch
 from megatrain.train.inputs import Packer
 from megatrain.train.last_good import LastGood, sound_checkpoint_named
 from megatrain.train.out_of_memory import memory_told
@@ -81,6 +82,8 @@ class Run:
     health: MachineHealth
     evaluator: Evaluator
     callbacks: Callbacks
+    experts: ExpertWatch
+    """What follows how evenly tokens go to experts, if the model has any."""
     step: int = 0
     """The number of steps done."""
     tokens: int = 0
@@ -367,6 +370,7 @@ def prepare(
             },
             ranks=ranks,
         ),
+        experts=ExpertWatch(engine.count_experts(), ranks),
         base=base,
         reference=None if reference is None else reference.model,
         processor=processor,

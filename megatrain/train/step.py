@@ -41,6 +41,7 @@ def train_step(run: Run) -> StepMetrics:
         grad_norm, is_skipped = stats.grad_norm, stats.skipped
         if policy == "warn":
             highest = run.spikes.take(loss_value)
+    experts = run.experts.take()
     callbacks.call("on_optimizer_step")
     report = None if highest is not None and policy != "warn" else run.engine.last_step
     if run.planned is not None and not run.is_checked:
@@ -80,6 +81,7 @@ def train_step(run: Run) -> StepMetrics:
         temperature_c=vitals.temperature_c,
         throttled=vitals.throttled,
         energy_j_per_token=None if vitals.energy_j is None else vitals.energy_j / max(1, num_tokens),
+        experts=experts,
         ecc_errors=vitals.ecc_errors,
         swap_bytes=vitals.swap_bytes,
         drive_written_bytes=vitals.drive_written_bytes,

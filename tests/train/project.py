@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from megatrain.config import Config, build_config
 from megatrain.config.choice import AUTO
@@ -41,6 +41,25 @@ def write_model_config(directory: Path, **changes: Any) -> Path:
         "eos_token_id": 0,
     }
     LlamaConfig(**{**settings, **changes}).save_pretrained(directory)
+    return directory
+
+
+def write_model_with_experts(directory: Path) -> Path:
+    """Write the config.json of a tiny Mixtral: two layers of four experts, two for each token."""
+    MixtralConfig(
+        architectures=["MixtralForCausalLM"],
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    ).save_pretrained(directory)
     return directory
 
 

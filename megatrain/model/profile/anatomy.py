@@ -178,6 +178,9 @@ class Layer:
     made_bytes: tuple[int, int] = (0, 0)
     """Most bytes at a time that a backward makes where nothing saved is freed in its course: while copies to
     the host go on. As a whole layer, and in fragments."""
+    route_bytes: int = 0
+    """Bytes of what its routers choose, which stay where it may run again; `saved_bytes` counts them under
+    policies that rerun."""
     rerun_peak_bytes: int = 0
     """Most bytes at a time of a forward of which nothing stays: what makes a dropped boundary again."""
     compiled: tuple[CompiledKeep, ...] = ()
@@ -253,7 +256,8 @@ class Anatomy:
     head_has_kernel: bool
     """Whether a kernel of ours joins operations of head and loss, where kernels run."""
     constant_bytes: int
-    """Buffers on the device, and what a pass keeps beside its layers (rotary tables, masks), each once."""
+    """Buffers on the device, what a pass keeps beside its layers (rotary tables, masks), and the counts of
+    experts' tokens, each once."""
     checkpoint_bytes: int
     """Bytes of a full checkpoint: model and optimizer state."""
     pass_bytes: int = 0

@@ -24,10 +24,17 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost
 from megatrain.model.profile.counter import Counter
-from megatrain.model.profile.flops import ALL_EXPERTS, active_parameters, count_flops, counts_all_experts
+from megatrain.model.profile.flops import (
+    ALL_EXPERTS,
+    active_parameters,
+    count_flops,
+    counts_all_experts,
+    experts_of,
+)
 from megatrain.model.profile.fragments import fragment, kind_of_outer
 from megatrain.model.profile.rows import of_size
 from megatrain.model.profile.whole_pass import CHUNKS, NOT_COUNTED, WholePass
+from megatrain.model.routes import COUNT_BYTES, routers_of
 from megatrain.model.weights.skeleton import num_parameters, skeleton_of
 
 if TYPE_CHECKING:
@@ -158,6 +165,9 @@ def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anato
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     per_token = IDS_BYTES + POSITION_BYTES * (counter.is_packed or shares) + IDS_BYTES // 2 * shares
+    experts = experts_of(model.config)
+    routers = sum(len(routers_of(layer)) for layer in counter.layers)
+    counts = 0 if experts is None else COUNT_BYTES * experts[0] * routers
     ids = per_token * micro_batch_size * own_len  # with the labels that were shifted before they were cut
     return Anatomy(
         model_type=counter.model_type,
@@ -178,7 +188,7 @@ def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anato
         head_backward=whole.head_backward,
         head_has_kernel=whole.head_has_kernel,
         head_saved_bytes=whole.head_saved_bytes,
-        constant_bytes=buffers + whole.forward_bytes + ids,
+        constant_bytes=buffers + whole.forward_bytes + ids + counts,
         checkpoint_bytes=_checkpoint_bytes(counter.layouts, leaves_base=hasattr(model, "peft_config")),
         pass_bytes=whole.forward_bytes + ids,
         graph_bytes=whole.graph_bytes + ids,

@@ -354,6 +354,7 @@ def _layer(fragments: tuple[Fragment, ...], traces: Traces, run: int) -> Layer:
         offload_copied_bytes=keep.offload_copied_bytes,
         offload_left_bytes=keep.offload_left_bytes,
         made_bytes=(keep.backward_made_bytes, keep.fragment_made_bytes),
+        route_bytes=traces[RECOMPUTE.name].route_bytes,
         rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
         compiled=keep.compiled,
     )
@@ -369,4 +370,4 @@ def _saved_bytes(policy: Policy, trace: Trace) -> Any:
     """Return what a layer leaves until its backward: on the device, or on its way to where it waits."""
     if policy.is_offloaded:
         return trace.offloaded_bytes
-    return trace.saved_bytes if policy.keeps_boundary else 0
+    return trace.saved_bytes if policy.keeps_boundary else trace.route_bytes

@@ -27,6 +27,7 @@ from megatrain.model.profile.anatomy import CompiledKeep, Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
 from megatrain.model.profile.saved import SavedTensors
+from megatrain.model.routes import Routes, routers_of, watched
 from megatrain.model.selective import keeping
 
 Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]
@@ -179,6 +180,8 @@ class Trace:
     """The same bytes without what aligns them."""
     offload_left_bytes: int = 0
     """Saved bytes that `offload` leaves on the device."""
+    route_bytes: int = 0
+    """Bytes of what its routers have chosen, where they are kept: `saved_bytes` counts them too."""
     compiled: tuple[CompiledKeep, ...] = ()
     """What stays of the layer where it is compiled, of `keep`; None: it is not known."""
     beside: Trace | None = None
@@ -208,7 +211,8 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, me
     trace = Trace()
     base = meter.settle()
     saved = SavedTensors(meter, (key for block in blocks for key in block.storages()))
-    entered = _Entered(call.module, blocks, meter)
+    routes = Routes(blocks[0].name, keeps=policy.reruns)
+    entered = _Entered(call.module, blocks, meter, routes)
     hidden = _Source.apply(torch.zeros((), requires_grad=call.hidden.requires_grad), call.hidden)
     if hidden.requires_grad:
         hidden.register_hook(lambda grad: meter.write([grad]))
@@ -220,6 +224,7 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, me
     del hidden
     trace.saved_bytes = meter.settle() - base
     trace.holds_input = not held.expired()
+    trace.route_bytes = meter.bytes_of(routes.kept)
     if not policy.reruns:
         trace.offloaded_bytes, trace.offload_copied_bytes, own_bytes = saved.offloaded()
         trace.offload_left_bytes = trace.saved_bytes - own_bytes
@@ -232,6 +237,7 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, me
     trace.backward_peak_bytes, trace.backward_made_bytes = whole.alive - base, whole.made
     trace.collect_bytes = tuple(most(0, alive - base) for alive in entered.collected.values())
     trace.whole_collect_bytes = entered.whole_collected - base
+    routes.kept.clear()  # the next trace would begin with them: they are in a circle that nobody collects
     return trace
 
 
@@ -275,8 +281,10 @@ def _end(result: Any, trace: Trace) -> Tensor:
 class _Entered:
     """Runs a layer, bringing each fragment's weights when a module of it is called."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[FakeBlock], meter: Meter) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[FakeBlock], meter: Meter, routes: Routes) -> None:
         self._module = module
+        self._routers = routers_of(module)
+        self._routes = routes
         self._blocks = blocks
         self._meter = meter
         self._entered: FakeBlock | None = None
@@ -300,6 +308,8 @@ class _Entered:
             for block in self._blocks:
                 for module in block.entries:
                     stack.enter_context(self._entering(module, block))
+            stack.enter_context(self._routes.running())
+            stack.enter_context(watched(self._routers))
             result = type(self._module).forward(self._module, *args, **kwargs)
         self._meter.write(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         self._note()

@@ -200,18 +200,23 @@ class DevicePeaks:
         run = self._runs[number]
         policy = run.policy
         if run.is_dropped:
-            return 0, 0
+            return 0, layer.saved_bytes[policy.name]
         if policy.is_offloaded:
-            return 0, layer.offload_left_bytes
+            return 0, layer.offload_left_bytes + self._routes_beside(number)
         saved = layer.saved_bytes[policy.counted_as]
         boundary = layer.boundary_bytes if layer.holds_input[policy.name] else 0
-        rest = saved - boundary
+        rest = saved - boundary + self._routes_beside(number)
         if self._is_source(number) and not boundary:
             boundary = layer.boundary_bytes
         return (0, rest - layer.kept_bytes) if run.is_boundary_on_host else (boundary, rest)
 
     def _is_source(self, number: int) -> bool:
         return number + 1 < len(self._layers) and self._runs[number + 1].is_dropped
+
+    def _routes_beside(self, number: int) -> int:
+        """Return the bytes of routes that a layer keeps for the next one's boundary, which needs it again."""
+        has_own = self._runs[number].policy.reruns
+        return self._layers[number].route_bytes if self._is_source(number) and not has_own else 0
 
     def _full(self, number: int) -> int:
         """Return what a micro-batch's forward of a layer saves while it is still on the device."""
@@ -272,6 +277,7 @@ class DevicePeaks:
         leaving = self._leaving(number, place)
         working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
         working += self._scratch[number] + (self._m - 1) * layer.waiting_forward_bytes
+        working += self._routes_beside(number)
         return DevicePeak(
             f"forward of layer {number}",
             boundaries=self._held[number] + place * boundary + (self._m - place) * layer.boundary_bytes,
@@ -346,7 +352,7 @@ class DevicePeaks:
             f"backward of layer {number}",
             boundaries=self._held[number] + (m - 1 - place) * boundary + max(layer.boundary_bytes, remade),
             saved=self._kept[number] + (m - 1 - place) * rest + arriving,
-            working=working + beside + of_head + self._in_backward(),
+            working=working + beside + of_head + self._in_backward() + self._routes_beside(number),
         )
 
     def _rounding(self, number: int, layer: Layer, place: int) -> int:
@@ -377,7 +383,7 @@ class DevicePeaks:
         return DevicePeak(
             f"boundary of layer {number}",
             boundaries=self._held[number] + self._remade(number),
-            saved=self._kept[number],
+            saved=self._kept[number] + self._m * self._left[number][1],
             working=self._layers[number - 1].rerun_peak_bytes
             + self._m * (layer.boundary_bytes + self._head_gradient)
             + self._in_backward(),

@@ -157,7 +157,8 @@ class Boundaries:
         self.are_on_host = on_host
         """Whether they leave the device."""
         self._drops = drops
-        self._is_source = is_source
+        self.is_source = is_source
+        """Whether the layer may run again for the next one's boundary."""
         self.packs = on_host or drops or is_source
         """Whether calls have to be packed at all."""
         self._recipes: list[weakref.ref[Recipe]] = []
@@ -186,7 +187,7 @@ class Boundaries:
         assert self.packs, "the boundary stays among the arguments"
         floats = [n for n, value in enumerate(args) if _is_float(value)]
         place = next((n for n in floats if args[n].requires_grad), None)
-        wanted = is_trained or self._is_source  # the next layer asks for it, though this one has no backward
+        wanted = is_trained or self.is_source  # the next layer asks for it, though this one has no backward
         if place is None and wanted and floats and not any(map(_is_boundary, kwargs.values())):
             place = floats[0]
         if place is None:
@@ -215,7 +216,7 @@ class Boundaries:
             micro_batch: The number of the micro-batch within the round.
             run: The function that runs the layer once more.
         """
-        if packed is None or not self._is_source:
+        if packed is None or not self.is_source:
             return None
         return Call(run, packed, kwargs, micro_batch=micro_batch, device=self._offloaded.device)
 

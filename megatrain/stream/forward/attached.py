@@ -17,6 +17,7 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
 from megatrain.model.expert_products import Factors
 from megatrain.model.experts import experts_of
+from megatrain.model.routes import Count, Router, Routes, routers_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.store.digests import note_weights
 from megatrain.store.state import HostState
@@ -213,6 +214,11 @@ class AttachedLayer:
         self.module: nn.Module = module
         self.has_fragments = bool(blocks[0].block.entries)
         self.inner: Callable[..., Any] = module.forward
+        self.routers: list[Router] = routers_of(module)
+        """Its routers that run uncompiled; the compiler sees to those that it runs."""
+        self.router_names = [router.name for router in self.routers]
+        self.count: Count | None = None
+        """What is given the experts that each of these routers has chosen; None: nobody wants to know."""
         self.running: RunningLayer | None = None
         """The run of the layer that is going on; None: there is none."""
         self.give_way: Callable[[float], None] = lambda place: None
@@ -234,6 +240,18 @@ class AttachedLayer:
         """Let the layer run through `executor`, under `policy`."""
         self.executor, self.offloaded = executor, offloaded
         self.policy, self.boundaries = policy, boundaries
+
+    def routes(self) -> Routes | None:
+        """Return what takes note of the choices of its routers in one visit; None: nobody needs them."""
+        keeps = self.policy.reruns or self.boundaries.is_source
+        if not self.router_names or not (keeps or self.count is not None):
+            return None
+        return Routes(self.name, keeps=keeps, count=self.count)
+
+    def leave_routers(self, part: nn.Module) -> None:
+        """Leave the routers in a part of the layer to the compiler that runs it."""
+        inside = set(part.modules())
+        self.routers = [router for router in self.routers if router.module not in inside]
 
     @property
     def is_trained(self) -> bool:

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from megatrain.config.budgets import ALL
 from megatrain.errors import ModelError
 from megatrain.hardware.accelerators import missing_compiler, vendor_of
+from megatrain.model.routes import Router, routers_of, watched
 from megatrain.stream.forward.compiled_calls import aside, differentiable, kind_of, state_of, without_caches
+from megatrain.stream.forward.compiled_routes import Lines, ask_visits, lines_of
 from megatrain.stream.forward.stream_weights import Place, swapped
 from megatrain.stream.forward.structure import Fingerprint, IndexWasRead, NotShareable, Template, places_of
 
@@ -62,6 +64,8 @@ class Structure:
     name: str
     """Class of the blocks, for messages."""
     template: Template
+    router_lines: Lines
+    """Where its routers choose."""
     run: Callable[..., Any] | None = None
     """The compiled forward of the template."""
     shapes: set[Hashable] = field(default_factory=set)
@@ -129,7 +133,8 @@ class Compiler:
         """Return what to call in place of the module's own forward.
 
         It takes the tensors that the module holds at the moment of the call, so it belongs where the module's
-        forward was called: inside `swapped`, inside the checkpoint.
+        forward was called: inside `swapped`, inside the checkpoint. It sees to the module's routers, compiled
+        or not.
 
         Args:
             module: The block.
@@ -137,14 +142,15 @@ class Compiler:
         """
         if inner is not None and getattr(inner, "__func__", None) is not type(module).forward:
             self.warn_once(type(module).__name__, "their forward is replaced on the instance")
-            return inner
+            return _Watched(inner, routers_of(module))
         return _Runner(self, module)
 
     def structure_of(self, module: nn.Module, fingerprint: Fingerprint, *, with_index: bool) -> Structure:
         """Find the structure with the fingerprint's key, or make it with a template that is like `module`."""
         if fingerprint.key not in self._structures:
             template = Template(module, with_index=with_index)
-            structure = Structure(type(module).__name__, template, is_probed=with_index)
+            lines = lines_of(routers_of(module))
+            structure = Structure(type(module).__name__, template, lines, is_probed=with_index)
             structure.run = self._compile(structure, len(self._structures))
             self._structures[fingerprint.key] = structure
         return self._structures[fingerprint.key]
@@ -188,6 +194,8 @@ class Compiler:
                 raise _TooLong(f"a graph of {len(graph.graph.nodes)} operations is too long to compile")
             if not structure.is_trying:
                 self._note_unforeseen(structure)
+            ask_visits(graph.graph, structure.router_lines)
+            graph.recompile()
             return self._lower(graph, inputs)
 
         code = call.__code__.replace(co_name=f"{structure.name}_{number}")
@@ -284,12 +292,25 @@ class Compiler:
         )
 
 
+class _Watched:
+    """Calls a forward that is not compiled."""
+
+    def __init__(self, inner: Callable[..., Any], routers: list[Router]) -> None:
+        self._inner = inner
+        self._routers = routers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with watched(self._routers):
+            return self._inner(*args, **kwargs)
+
+
 class _Runner:
     """Calls one block, compiled where that is possible."""
 
     def __init__(self, compiler: Compiler, module: nn.Module) -> None:
         self._compiler = compiler
         self._module = module
+        self._routers = routers_of(module)
         self._fingerprint: Fingerprint | None = None
         self._structure: Structure | None = None
         self._places: list[Place] = []
@@ -319,7 +340,8 @@ class _Runner:
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._module).forward(self._module, *args, **kwargs)
+        with watched(self._routers):
+            return type(self._module).forward(self._module, *args, **kwargs)
 
     @staticmethod
     def _run(structure: Structure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
+from megatrain.model.routes import unnoticed
 from megatrain.stream.forward.stream_weights import swapped
 from megatrain.stream.forward.structure import Template
 
@@ -69,13 +70,14 @@ def kind_of(value: Any) -> Any:
 def aside(
     template: Template, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Give inputs for a call without a trace: nothing saved, no random number drawn, no input changed."""
+    """Give inputs for a call without a trace: nothing saved, nothing drawn or chosen, no input changed."""
     tensors: list[Any] = [held[name] for held, name in template.places]
     accelerators = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     pairs = zip(tensors, template.is_buffer, strict=True)
     put = {id(tensor): _put_aside(tensor, is_buffer) for tensor, is_buffer in pairs}  # tied ones stay tied
     with (
         torch.random.fork_rng(devices=accelerators),
+        unnoticed(),
         torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
         swapped(template.places, [put[id(tensor)] for tensor in tensors]),
     ):

@@ -1,9 +1,9 @@
 """How a layer runs: forward, recomputation and backward, with slots held no longer than needed.
 
 What stays of a layer between its forward and its backward is its policy (`POLICIES`). A recomputation is
-torch's non-reentrant checkpoint around the layer's own forward, which restores RNG and autocast state. Kept
-tensors that are weights are replaced by their place in the block, so that a slot is free between forward and
-backward all the same.
+torch's non-reentrant checkpoint around the layer's own forward, which restores RNG and autocast state and
+finds the choices of routers again (`Routes`). Kept tensors that are weights are replaced by their place in
+the block, so that a slot is free between forward and backward all the same.
 
 A layer of several fragments enters each when a module of it is called. Autograd ends a fragment before it
 touches the one before: its weights' node is older than its own operations and younger than those before it.
@@ -12,7 +12,7 @@ touches the one before: its weights' node is older than its own operations and y
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from megatrain.config.policies import RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.expert_products import Routed, beside_of
+from megatrain.model.routes import Routes, watched
 from megatrain.model.selective import keeping
-from megatrain.stream.activations.recompute import Recomputation
+from megatrain.stream.activations.recompute import Contexts, Recomputation
 from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
@@ -92,6 +93,7 @@ class LayerVisit:
         layer, current, policy = self.layer, self.current, self.layer.policy
         current.note(layer)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
+        routes = layer.routes()
         packed = call = None
         if boundaries.packs or policy.is_offloaded:
             self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
@@ -99,16 +101,17 @@ class LayerVisit:
             packed = boundaries.pack(
                 args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
             )
-            call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=self._run_again)
+            again = partial(self._run_again, routes)
+            call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=again)
         kept: AbstractContextManager[object]
         if policy.reruns:
             bring = None if packed is None else partial(boundaries.bring, packed)
-            contexts = keeping(policy)() if policy.keeps_results else None
-            again = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
-            kept = again.first_run(args, kwargs)
+            contexts = _contexts(policy, routes)
+            recomputation = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
+            kept = recomputation.first_run(args, kwargs)
         else:
             _refuse_autocast(layer, policy, device)
-            kept = saved_tensors_hooks(self._pack, self._unpack)
+            kept = _together(_running(routes), saved_tensors_hooks(self._pack, self._unpack))
         with kept:
             result = self._run(*args, **kwargs)
         current.last_call.note(call, result)
@@ -130,9 +133,10 @@ class LayerVisit:
             entry.waits = False
             entry.open_backward()
 
-    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_again(self, routes: Routes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer once more, for the boundary of the next one."""
-        return LayerVisit(self.layer, self.current)._run(*args, **kwargs)
+        with _running(routes):
+            return LayerVisit(self.layer, self.current)._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the class's own forward on slot views: the forward first, the recomputation after it."""
@@ -144,7 +148,8 @@ class LayerVisit:
                 run.enter(layer.blocks[0])
             if torch.is_grad_enabled():
                 args, kwargs = with_own_caches(args, kwargs)
-            return layer.inner(*args, **kwargs)
+            with watched(layer.routers):
+                return layer.inner(*args, **kwargs)
         finally:
             if run.restore():
                 layer.executor.close(pins=run.is_recomputation)
@@ -326,6 +331,28 @@ class _ChunkVisits:
     def _weight(self, entry: BlockVisit) -> Tensor:
         (alias,) = self._executor.slots.aliases(entry.block, entry.operation.slot)
         return alias.detach().requires_grad_(self._visit.layer.part(entry.block).parameters[0].requires_grad)
+
+
+def _running(routes: Routes | None) -> AbstractContextManager[object]:
+    return nullcontext() if routes is None else routes.running()
+
+
+@contextmanager
+def _together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _contexts(policy: Policy, routes: Routes | None) -> Contexts | None:
+    """Return the contexts of a layer's first run and its recomputation, which hold what is kept for it."""
+    kept = keeping(policy)() if policy.keeps_results else None
+    if routes is None:
+        return kept
+    if kept is None:
+        return routes.running(), routes.running()
+    return _together(kept[0], routes.running()), _together(kept[1], routes.running())
 
 
 def _refuse_autocast(layer: AttachedLayer, policy: Policy, device: torch.device) -> None:

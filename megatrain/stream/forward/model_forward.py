@@ -202,6 +202,7 @@ class ModelForward:
                 self._overrides.replace(part, compiler.runner(part, part.forward))
         elif compiler is not None and not layer.has_fragments:
             layer.inner = compiler.runner(layer.module, layer.inner)
+            layer.leave_routers(layer.module)
         self._overrides.replace(layer.module, forward)
         for block in layer.blocks:
             for module in block.block.entries:
@@ -213,6 +214,7 @@ class ModelForward:
         inner = module.forward
         if compiler is not None and module is block.block.entries[0]:  # norms beside it are not worth it
             inner = compiler.runner(module, inner)
+            layer.leave_routers(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             layer.enter(block)

@@ -37,6 +37,7 @@ _OURS = {
     "plan.json",
     "metrics.jsonl",
     "metrics.damaged.jsonl",
+    "experts.json",
     "events.jsonl",
     "report.html",
     "checkpoints",
@@ -59,6 +60,7 @@ class RunDirectory:
         self.environment = path / "env.json"
         self.plan = path / "plan.json"
         self.metrics = path / "metrics.jsonl"
+        self.experts = path / "experts.json"
         self.events = path / "events.jsonl"
         self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"

@@ -92,6 +92,10 @@ class StepMetrics:
     """The device's energy over the step and the time since the one before, per real token of the step."""
     ecc_errors: int | None = None
     """The number of new memory errors of the device, corrected ones included."""
+    experts: Mapping[str, Mapping[str, float]] | None = None
+    """How evenly the step's tokens went to experts, by router (`3.mlp.gate` is that of the fourth layer): the
+    share of the `busiest` expert and of the `least` busy one, and the number of `unused` ones, over all
+    ranks."""
     swap_bytes: int | None = None
     """The bytes that the machine swapped in and out."""
     drive_written_bytes: int | None = None
@@ -117,6 +121,7 @@ _ONLY_WHERE_KNOWN = {
     "throttled",
     "energy_j_per_token",
     "ecc_errors",
+    "experts",
     "swap_bytes",
     "drive_written_bytes",
 }

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
@@ -135,6 +135,8 @@ def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
     parts.append(f"{row.tokens_per_s:,.0f} tokens/s")
     if row.mfu is not None:
         parts.append(f"mfu {row.mfu:.1%}")
+    if row.experts:
+        parts.append(_experts(row.experts))
     if row.power_w is not None:
         parts.append(f"{row.power_w:.0f} W")
     if row.throttled:
@@ -142,3 +144,10 @@ def describe_step(row: StepMetrics, *, eta_s: float | None) -> str:
     if eta_s is not None:
         parts.append(f"{format_duration(eta_s)} left")
     return "  ".join([*parts, "SKIPPED"] if row.skipped else parts)
+
+
+def _experts(loads: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the share of the busiest expert of all routers, and how many experts got no token."""
+    busiest = max(load["busiest"] for load in loads.values())
+    unused = round(sum(load["unused"] for load in loads.values()))
+    return f"busiest expert {busiest:.1%}" + (f", {unused} unused" if unused else "")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from megatrain.cli.log import log_to_stderr
+from megatrain.distributed.alone import ALONE
 from megatrain.errors import CallbackError, OutputError, RankError
 from megatrain.hardware.health import MachineHealth
 from megatrain.plan.program.operations import Operation
@@ -32,7 +33,7 @@ from tests.distributed.threads import Turns
 from tests.distributed.training import digest_of
 from tests.reference import assert_same_bits
 from tests.train.evaluate.test_evaluation import losses_of
-from tests.train.project import make_config
+from tests.train.project import make_config, write_corpus, write_model_with_experts
 from tests.train.test_loop import assert_same_runs
 
 
@@ -93,6 +94,19 @@ def test_a_run_at_defaults_keeps_its_step_on_other_machines_and_ranks(
     for name in ("moved", "two", "anew"):
         for key, tensor in load_file(tmp_path / name / "hf/model.safetensors").items():
             assert_same_bits(tensor, whole[key])
+
+
+def test_loads_of_experts_are_those_of_all_ranks(tmp_path: Path, standing: Callable[[int], Crew]) -> None:
+    write_model_with_experts(tmp_path / "model")
+    write_corpus(tmp_path / "corpus.txt")
+    train_run(ALONE, root=str(tmp_path), out="one")
+    standing(2).run(train_run, root=str(tmp_path), out="two")
+    one, two = (
+        [row["experts"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")
+    )
+    assert one == two
+    assert len(one) == 6
+    assert (tmp_path / "one/experts.json").read_bytes() == (tmp_path / "two/experts.json").read_bytes()
 
 
 COLLECTIVES = 175

@@ -47,6 +47,7 @@ def waits_of_a_step(
     given = {"lockstep": 2, "num_micro_batches": 2, "precision": "bf16" if is_routed else "fp32", **settings}
     engine = attach_plainly(model, device=TYPE, **given)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
+    engine.count_experts()  # which a run does; they are read where the loss is
     for _ in range(2):
         host.native.take_counts()
         with watched() as found:

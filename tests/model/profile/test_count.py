@@ -73,6 +73,7 @@ def test_a_published_configuration_is_counted(name: str) -> None:
     check_is_sound(anatomy)
     if name == "Qwen3-30B-A3B":
         assert 3.2e9 < anatomy.num_active_params < 3.5e9
+        assert {layer.route_bytes for layer in anatomy.layers} == {4 * 8 * 4096}, "of eight experts"
 
 
 def check_is_sound(anatomy: Anatomy) -> None:
@@ -84,9 +85,10 @@ def check_is_sound(anatomy: Anatomy) -> None:
     assert 10 * own * 0.999 <= anatomy.checkpoint_bytes - 2 * own <= 10 * own * 1.01
     for layer in anatomy.layers:
         saved = layer.saved_bytes
-        assert saved["keep"] > saved["recompute_cheap"] > saved["recompute"] > saved["drop_boundary"] == 0
+        assert saved["keep"] > saved["recompute_cheap"] > saved["recompute"] > saved["drop_boundary"]
+        assert saved["drop_boundary"] == layer.route_bytes
         assert saved["recompute_cheap"] > saved["keep_attention"] >= saved["recompute"]
-        assert 0 <= saved["recompute"] - layer.boundary_bytes < 256
+        assert 0 <= saved["recompute"] - layer.boundary_bytes - layer.route_bytes < 256
         assert layer.boundary_bytes % (2 * anatomy.tokens) == 0
         assert layer.forward.matmul_flops > 0
         assert layer.backward.matmul_flops == pytest.approx(2 * layer.forward.matmul_flops)

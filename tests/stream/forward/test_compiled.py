@@ -43,6 +43,7 @@ def compile_blocks(engine: Engine, compiler: Compiler) -> None:
     """Put runners in place of the forwards of an engine's blocks."""
     for layer in engine.arrangement.layers:
         layer.inner = compiler.runner(layer.module, layer.inner)
+        layer.leave_routers(layer.module)
 
 
 def streamed(
