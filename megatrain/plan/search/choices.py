@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import product
-from typing import Any
 
 from megatrain.config.choice import AUTO, Choice
 from megatrain.config.policies import BASES, POLICIES
@@ -14,11 +13,22 @@ from megatrain.errors import ConfigError
 from megatrain.layout import pools
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.search.filling import keep_more
+from megatrain.plan.search.options import (
+    chunk_counts,
+    decided,
+    is_allowed,
+    lockstep_sizes,
+    may_be_resident,
+    most_fragments,
+    outer_options,
+    parts_in,
+    slot_counts,
+    stream_options,
+    values_of,
+)
 from megatrain.plan.search.placing import (
     SMALL,
     least_sums,
-    may_sum_on_drives,
-    may_wait_elsewhere,
     most_within,
     placed,
     placements,
@@ -387,103 +397,6 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
             )
             if is_allowed(request, choice):
                 yield choice
-
-
-def is_allowed(request: Request, choice: Choice) -> bool:
-    """Return whether the engine can run a choice; what fits is another question."""
-    parts, together = parts_of(request, choice)
-    if choice.num_slots < parts and choice.expert_chunks > 1:
-        return False
-    if choice.lockstep > 1 and choice.num_gradient_buffers < together:
-        return False  # the gradients of a layer's fragments add up at the same time
-    if choice.expert_chunks > 1 and any(not policy.keeps_boundary for policy in choice.policies):
-        return False
-    if choice.outer_streams and (choice.outer_resident or not may_stream_outer(request)):
-        return False
-    if not may_be_resident(request, choice) and (choice.outer_resident or choice.resident_layers):
-        return False
-    if choice.has_scratch_on_drives and (request.spec.drives is None or not request.optimizer.goes_on_drives):
-        return False
-    if choice.sums == "nvme" and not may_sum_on_drives(request):
-        return False
-    if any(place != "host" for place in choice.gradients):
-        return may_wait_elsewhere(request, choice)
-    return True
-
-
-def most_fragments(request: Request) -> int:
-    """Return the largest number of fragments of a layer."""
-    return max(len(layer.fragments) for layer in request.anatomy.layers)
-
-
-def parts_of(request: Request, choice: Choice) -> tuple[int, int]:
-    """Return how many blocks of a layer, and how many of its sums, are on the device together."""
-    return parts_in(most_fragments(request), choice.fragments, choice.expert_chunks)
-
-
-def parts_in(most: int, fragments: bool, expert_chunks: int) -> tuple[int, int]:
-    """Return the same for layers of so many fragments at most."""
-    if expert_chunks > 1:
-        return 3, 2  # what is beside the experts, and the two matrices of a chunk; the sums of these
-    return (most, most) if fragments else (1, 1)
-
-
-_CHUNK_BYTES = (1 << 30, 1 << 29)
-"""Bytes of a chunk of experts that are tried: smaller ones take longer to launch than to copy."""
-
-
-def chunk_counts(request: Request) -> list[int]:
-    """List into how many chunks experts may come apart: what is decided, or what is worth a look."""
-    given, nbytes = request.choice.expert_chunks, request.anatomy.chunked_bytes
-    if given != AUTO:
-        return [given] if given > 1 else []
-    if request.spec.is_cpu or request.choice.fragments is True:
-        return []
-    return [number for number in dict.fromkeys(-(-nbytes // each) for each in _CHUNK_BYTES) if number > 1]
-
-
-def may_be_resident(request: Request, choice: Choice) -> bool:
-    """Return whether blocks may be on the device for good: not from drives, nor in shares that cut scales."""
-    return not choice.uses_drives and (not request.optimizer.has_scales or request.batch.num_ranks == 1)
-
-
-def values_of(given: Any, values: Sequence[Any]) -> list[Any]:
-    """Return what is decided of a field, or else what may be tried."""
-    return list(values) if given == AUTO else [given]
-
-
-def decided(given: Any, otherwise: Any) -> Any:
-    """Return what is decided of a field, or else a first value."""
-    return otherwise if given == AUTO else given
-
-
-def outer_options(request: Request) -> list[bool]:
-    """List where outer blocks may update; the memory of a CPU would only hold their state twice."""
-    return [False] if request.spec.is_cpu else [True, False]
-
-
-def may_stream_outer(request: Request) -> bool:
-    """Return whether embedding and head can stream: not if they are tied."""
-    return {part.kind for part in request.anatomy.outer if part.may_stream} == {"embedding", "head"}
-
-
-def stream_options(request: Request) -> list[bool]:
-    """List whether outer blocks may stream; to a CPU they would only be copied."""
-    return [False, True] if may_stream_outer(request) and not request.spec.is_cpu else [False]
-
-
-def lockstep_sizes(request: Request) -> list[int]:
-    """List numbers of micro-batches per round: all, half, a quarter, ..., one."""
-    numbers = [request.batch.num_micro_batches]
-    while numbers[-1] > 1:
-        numbers.append(-(-numbers[-1] // 2))
-    return numbers
-
-
-def slot_counts(num_blocks: int, parts: int) -> list[int]:
-    """List numbers of slots: one more than the parts of a layer first."""
-    numbers = [parts + 1, 2 * parts + 1, 4 * parts, 8 * parts, num_blocks, parts]
-    return [n for n in dict.fromkeys(numbers) if n <= max(num_blocks, parts + 1)]
 
 
 def fill(request: Request, frame: Choice) -> Iterator[Choice]:

@@ -8,9 +8,10 @@ from itertools import product
 
 from megatrain.config.choice import AUTO, Choice
 from megatrain.config.policies import BASES, KEEP, POLICIES
-from megatrain.plan.search.choices import (
+from megatrain.plan.search.choices import fill
+from megatrain.plan.search.filling import keep_more, possible
+from megatrain.plan.search.options import (
     decided,
-    fill,
     is_allowed,
     lockstep_sizes,
     may_be_resident,
@@ -21,7 +22,6 @@ from megatrain.plan.search.choices import (
     stream_options,
     values_of,
 )
-from megatrain.plan.search.filling import keep_more, possible
 from megatrain.plan.search.placing import SMALL, place_in_ram
 from megatrain.plan.search.request import Request
 

@@ -16,16 +16,15 @@ from megatrain.config.choice import AUTO, Choice
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
-    chunk_counts,
     lacks_ram,
     like,
     list_choices,
     on_device_alone,
-    values_of,
     with_activations_on_drives,
 )
 from megatrain.plan.search.filling import refined
 from megatrain.plan.search.neighbours import neighbours
+from megatrain.plan.search.options import chunk_counts, values_of
 from megatrain.plan.search.placing import SMALL, sum_options
 from megatrain.plan.search.request import Request, overflow
 

@@ -15,8 +15,8 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.plan import Plan
 from megatrain.hardware import GIB, HardwareSpec, load_machine
 from megatrain.model.profile.count import count_anatomy
-from megatrain.plan.search.choices import is_allowed
 from megatrain.plan.search.neighbours import neighbours
+from megatrain.plan.search.options import is_allowed
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.search import SEARCH_OPERATIONS

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatrain.config.choice import Choice, StepBatch
-from megatrain.plan.search.choices import is_allowed, least, lockstep_sizes
+from megatrain.plan.search.choices import least
+from megatrain.plan.search.options import is_allowed, lockstep_sizes
 from megatrain.plan.search.request import Request
 from tests.plan.anatomies import Shape, llama_like, machine
 
