@@ -87,8 +87,7 @@ def aliased_model(config: Any, num_real: int) -> Any:
     filled: set[int] = set()
 
     def make(name: str, _: Any) -> Any:
-        block, entry = state.find(name)
-        weight = block.weight(entry)
+        weight = state.weight(name)
         if weight.data_ptr() not in filled:
             filled.add(weight.data_ptr())
             normal.fill(weight)

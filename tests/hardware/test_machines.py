@@ -19,7 +19,19 @@ from megatrain.hardware import HardwareSpec, load_machine, machine_names, save_m
 
 BUNDLED = Path(__file__).parents[2] / "megatrain/hardware/machines"
 PROMISED = {
-    *("rtx-3080", "rtx-3090", "rtx-4090", "rtx-5090", "a100", "h100", "h200", "gh200", "b200", "mi300x"),
+    *(
+        "rtx-3080",
+        "rtx-3090",
+        "rtx-4090",
+        "rtx-4090-server",
+        "rtx-5090",
+        "a100",
+        "h100",
+        "h200",
+        "gh200",
+        "b200",
+        "mi300x",
+    ),
     *("mi400", "pcie6-host", "cxl-node", "cpu-laptop", "rtx-pro-6000", "rtx-5060-ti"),
     *("4xrtx-4090", "8xh100", "8xh200", "8xb200", "8xrtx-pro-6000", "2xdgx-spark"),
 }

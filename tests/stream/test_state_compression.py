@@ -182,7 +182,7 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
     anatomy = count_anatomy(config, micro_batch_size=2, seq_len=16, precision=precision, device_type="cpu")
     blocks = list_blocks(anatomy, engine.choice, moments)
     assert [block.size.update_bytes for block in blocks] == measured
-    selection = BlockSums.of(anatomy, fragments=False).residency(engine.choice).on_host
+    selection = BlockSums.of(anatomy, engine.choice).residency(engine.choice).on_host
     assert selection.total(BlockBytes.update_bytes, moments) == sum(measured)
 
 

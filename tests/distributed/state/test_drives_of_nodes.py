@@ -197,9 +197,9 @@ def test_a_node_moves_and_keeps_the_bytes_that_the_plan_says(tmp_path: Path) -> 
     ranks = Turns(2, 2).run(run)
     part = replace(batch, num_micro_batches=1, num_runs=1, num_ranks=2, num_nodes=2)
     choice = ranks[0][0]
-    spec = BlockSums.of(anatomy, choice.fragments).drive_spec(choice, part)
+    spec = BlockSums.of(anatomy, choice).drive_spec(choice, part)
     assert spec is not None
-    whole = sum(pools.state_image(size, adamw.FP32) for size in BlockSums.of(anatomy, False).totals.sizes)
+    whole = sum(pools.state_image(size, adamw.FP32) for size in BlockSums.of(anatomy, choice).totals.sizes)
     assert sum(spec.state_bytes) < 0.6 * whole
     planned = host_pools(anatomy, choice, part, adamw.FP32)
     exact = {pool.name: pool.nbytes for pool in planned if pool.is_exact}

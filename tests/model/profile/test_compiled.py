@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from megatrain.config.budgets import BUDGETS
+from megatrain.config.choice import Choice
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.anatomy_cache import anatomy_json, read_anatomy
 from megatrain.model.profile.count import count_anatomy, count_sizes
@@ -19,6 +20,8 @@ from tests.families import FAMILIES
 from tests.reference import make_model
 
 ROWS, TOKENS = 2, 128
+WHOLE = Choice().with_defaults(0)
+IN_PARTS = Choice(fragments=True).with_defaults(0)
 
 
 def config_of(family: str) -> PreTrainedConfig:
@@ -146,8 +149,8 @@ def test_layers_that_come_in_fragments_are_counted_as_before() -> None:
     anatomy = count("llama")
     compiled = anatomy.as_compiled(1.0)
     assert compiled is anatomy.as_compiled(1.0) is compiled.as_compiled(1.0)
-    assert anatomy.layers_of(fragments=False) == anatomy.layers == compiled.layers_of(fragments=True)
-    before, after = anatomy.layers[0], compiled.layers_of(fragments=False)[0]
+    assert anatomy.layers_of(WHOLE) == anatomy.layers == compiled.layers_of(IN_PARTS)
+    before, after = anatomy.layers[0], compiled.layers_of(WHOLE)[0]
     assert after.saved_bytes["keep"] == before.compiled[0].saved_bytes < before.saved_bytes["keep"]
     assert after.saved_bytes["recompute"] == before.saved_bytes["recompute"]
     for policy in ("keep", "offload"):

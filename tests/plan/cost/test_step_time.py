@@ -48,7 +48,7 @@ def test_bytes_of_the_bounds_are_those_of_the_program(name: str, count: int) -> 
     choice = replace(CHOICES[name], lockstep=1)
     batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
     step = Step(RATES, ANATOMY, choice, batch)
-    fetched, offloaded = BlockSums.of(ANATOMY, choice.fragments).moved_bytes(
+    fetched, offloaded = BlockSums.of(ANATOMY, choice).moved_bytes(
         choice, StepSums.of(Runs.of(1, count), choice.lockstep)
     )
     assert moved(step, Lane.FETCH, ("fetch", "load")) == pytest.approx(fetched, rel=1e-6)
@@ -61,7 +61,7 @@ def test_bytes_of_the_bounds_are_no_more_than_those_of_a_program_in_fragments(co
     choice = replace(PLAIN, fragments=True, num_slots=3, num_gradient_buffers=3)
     batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
     step = Step(RATES, ANATOMY, choice, batch)
-    fetched, offloaded = BlockSums.of(ANATOMY, True).moved_bytes(
+    fetched, offloaded = BlockSums.of(ANATOMY, choice).moved_bytes(
         choice, StepSums.of(Runs.of(1, count), choice.lockstep)
     )
     assert 1.0 <= moved(step, Lane.FETCH, ("fetch", "load")) / fetched < 1.15

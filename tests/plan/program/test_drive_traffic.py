@@ -244,7 +244,7 @@ def test_only_commits_write_what_lives_in_ram() -> None:
         choice=Choice(fragments=False, sums="device", boundaries="device"),
     )
     plan = make_plan(asked, budget=1_000)
-    sums = BlockSums.of(anatomy, fragments=False)
+    sums = BlockSums.of(anatomy, Choice().with_defaults(0))
     spec = sums.drive_spec(plan.choice, batch)
     assert spec is not None
     assert 0 < len(spec.state) < sums.num_blocks

@@ -231,7 +231,7 @@ def test_drives_take_what_ram_cannot() -> None:
         tight = request(spec=spec, anatomy=small(), batch=SHORT, host_limit=limit << 20, choice=choice)
         plan = make_plan(tight)
         check(plan)
-        drives = BlockSums.of(tight.anatomy, plan.choice.fragments).drive_spec(plan.choice, SHORT)
+        drives = BlockSums.of(tight.anatomy, plan.choice).drive_spec(plan.choice, SHORT)
         away.append(0 if drives is None else sum(map(drives.update_bytes, drives.state)))
         assert (plan.bytes_per_step["drive_read"] > 0) == bool(away[-1])
         assert (plan.tier_bytes("nvme") > 0) == bool(plan.choice.tiers)

@@ -253,9 +253,7 @@ def test_weights_on_drives_are_read_where_they_are_asked_for(
     assert engine.host_bytes == before + sum(layout.working_bytes for layout in engine.host.layouts)
     for name, master in engine.named_masters():
         assert_same_bits(master, reference.master(name), name)
-        assert_same_bits(
-            weights[name], tiered(engine).find(name)[0].weight(tiered(engine).find(name)[1]), name
-        )
+        assert_same_bits(weights[name], tiered(engine).weight(name), name)
     with torch.no_grad():
         first = model.eval()(**batches[0]).logits
     name = "model.layers.1.mlp.up_proj.weight"
