@@ -96,7 +96,8 @@ def measure(
 
     Then `num_passing` micro-batches pass together without gradients.
     """
-    model = megatrain.load(config=config, precision=precision, fragments=settings.get("fragments", False))
+    split = {"fragments": settings.get("fragments", False), "expert_chunks": settings.get("expert_chunks", 1)}
+    model = megatrain.load(config=config, precision=precision, **split)
     model.train()
     generator = torch.Generator().manual_seed(0)
     vocab = config.get_text_config().vocab_size

@@ -5,6 +5,7 @@ It is counted from the modules themselves on fake tensors by `model.profile.coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -132,6 +133,8 @@ class ExpertsPart:
     """What runs behind them."""
     saves_output: bool
     """Whether a recomputation of the layer needs what they return."""
+    beside_bytes: int
+    """Bytes of small weights beside the matrices, such as biases."""
     beside: Layer
     """The layer with experts that return something of the right size, and save what those in chunks do."""
 
@@ -191,8 +194,11 @@ class Layer:
     """Its experts, if they may come apart; of a layer in which they have, None."""
     num_chunks: int = 0
     """The number of chunks into which they have come apart."""
-    kept_bytes: int = 0
-    """What of `saved_bytes` flows into experts that came apart: it waits where the layer's input does."""
+    kept_sizes: tuple[int, ...] = ()
+    """The bytes of each tensor, of those in `saved_bytes`, that flows into experts which came apart: it waits
+    where the layer's input does."""
+    beside_bytes: int = 0
+    """The bytes of small weights beside such experts, copies of which all micro-batches share."""
     waiting_forward_bytes: int = 0
     """What a micro-batch has on the device in the forward while another one is in a chunk of its experts."""
     waiting_backward_bytes: int = 0
@@ -347,6 +353,9 @@ class Anatomy:
 _WIDTH = {"fp32": 4, "bf16": 2}
 """Bytes of an element of activations."""
 
+_UNEVEN = 1.5
+"""Times the mean: the rows of a chunk for which there is room."""
+
 _CHUNK_OPERATIONS = 12
 """Kernels that a chunk launches in its forward."""
 
@@ -354,8 +363,8 @@ _CHUNK_OPERATIONS = 12
 def in_chunks(layer: Layer, number: int, width: int) -> Layer:
     """Return a layer whose experts come apart into so many chunks, if it has any; else as one block.
 
-    Rows of a chunk are taken to be as many as in any other. What is between its products is counted by hand:
-    the rows that flow in, what is between the products and their gradients.
+    What is between the products of a chunk is counted by hand: the rows that flow in, what is between the
+    products, and their gradients.
 
     Args:
         layer: The layer as it was counted.
@@ -369,16 +378,15 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
     beside = experts.beside
     outer, between, inner = experts.widths
     largest = max(map(len, chunks))
-    rows = -(-experts.rows * largest // experts.number) * width
+    rows = math.ceil(_UNEVEN * experts.rows * largest / experts.number) * width
     tokens = beside.boundary_bytes
     weighted = experts.rows * outer * width
-    waits = 2 * tokens + weighted + 2 * _ROUTE_BYTES * experts.rows
+    waits = 2 * tokens + weighted + _ROUTE_BYTES * experts.rows
     forward_peak = waits + rows * (2 * outer + 2 * between + inner)
     gradients = experts.first_params * largest // experts.least_chunk * width
     again = rows * (4 * outer + 4 * between + 3 * inner) + gradients
-    routes = _ROUTE_BYTES * experts.rows
-    kept = tokens + routes if experts.behind is None else 0
-    left = {p: POLICIES[p].reruns * (tokens * experts.saves_output + kept) for p in POLICIES}
+    kept = (tokens, *[4 * experts.rows] * 3) if experts.behind is None else ()
+    left = {p: POLICIES[p].reruns * (tokens * experts.saves_output + sum(kept)) for p in POLICIES}
     gradients_of_input = 2 * tokens + 4 * experts.rows  # of the output, and of what flows in
     # recomputed before the experts go back, where something is behind them
     recomputed = 0 if experts.behind is None else beside.saved_bytes[KEEP.name]
@@ -397,7 +405,8 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
         backward=beside.backward + _as_it_is(layer.backward - beside.backward + per_chunk.scaled(2.0)),
         largest_run=max(experts.main.largest_run, experts.first_params * largest // experts.least_chunk),
         saved_bytes={p: nbytes + left[p] for p, nbytes in beside.saved_bytes.items()},
-        kept_bytes=kept,
+        kept_sizes=kept,
+        beside_bytes=experts.beside_bytes,
         forward_peak_bytes={p: max(peak, forward_peak) for p, peak in beside.forward_peak_bytes.items()},
         backward_peak_bytes=back,
         fragment_peak_bytes=back,
@@ -407,7 +416,7 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
         experts=None,
         num_chunks=len(chunks),
         waiting_forward_bytes=waits,
-        waiting_backward_bytes=recomputed + kept + tokens + gradients_of_input,
+        waiting_backward_bytes=recomputed + sum(kept) + tokens + gradients_of_input,
     )
 
 
@@ -416,7 +425,7 @@ def _as_it_is(cost: Cost) -> Cost:
     return replace(cost, fused_bytes=cost.moved_bytes, num_kernels=cost.num_operations)
 
 
-_ROUTE_BYTES = 12
+_ROUTE_BYTES = 24
 """Bytes of a choice of a token: its expert, its place and its weight."""
 
 

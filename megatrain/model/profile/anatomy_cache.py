@@ -175,6 +175,7 @@ def _layer(raw: Mapping[str, Any]) -> Layer:
         "made_bytes": tuple(raw["made_bytes"]),
         "compiled": tuple(CompiledKeep(**{**k, "again": Cost(**k["again"])}) for k in raw["compiled"]),
         "again": Cost(**raw["again"]),
+        "kept_sizes": tuple(raw["kept_sizes"]),
         "experts": None if raw["experts"] is None else _experts(raw["experts"]),
     }
     return Layer(**{**raw, **changed})

@@ -64,6 +64,8 @@ class ExpertsApart:
     """The number of which a chunk has a multiple."""
     choices: int
     """Experts of a token."""
+    beside_bytes: int
+    """Bytes of the small weights beside the matrices."""
     blocks: Mapping[str, tuple[Block, BlockLayout]]
     """What is beside them (`main`), the smallest parts of the two matrices (`first` and `second`), and what
     runs behind them (`behind`), if anything does."""
@@ -90,6 +92,7 @@ class ExpertsApart:
             main=replace(main, forward=beside.forward.scaled(own)),
             behind=behind and replace(behind, forward=beside.forward.scaled(1 - own)),
             saves_output=self.blocks["main"][0].keeps_experts_output,
+            beside_bytes=self.beside_bytes,
             beside=beside,
         )
 
@@ -123,8 +126,15 @@ def experts_apart(
         names = {"main": group[0], "first": first, "second": second}
         names.update(zip(["behind"], group[1 + 2 * chunks :], strict=False))
         parts = {name: (blocks[number], layouts[number]) for name, number in names.items()}
-        found[module] = ExpertsApart(experts, experts.number, experts.least_chunk, numbers[1], parts)
+        found[module] = ExpertsApart(
+            experts, experts.number, experts.least_chunk, numbers[1], _small_bytes(experts), parts
+        )
     return found
+
+
+def _small_bytes(experts: Experts) -> int:
+    _, extras = beside_of(experts, {})
+    return sum(extra.nbytes for extra in extras)
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -84,6 +84,7 @@ class DevicePeaks:
             sums += pools.gradient_scratch(self._block_sums.largest_numel, in_chunks=in_chunks)
         if overlaps and not self._is_alone:
             sums += pools.exchange_room([block.sizes for block in self._block_sums.blocks], self._exchange)
+        sums += sum(layer.beside_bytes for layer in self._layers)
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
         self._travelling = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
         """Layers whose visits go to the host."""
@@ -208,7 +209,9 @@ class DevicePeaks:
         rest = saved - boundary + self._routes_beside(number)
         if self._is_source(number) and not boundary:
             boundary = layer.boundary_bytes
-        return (0, rest - layer.kept_bytes) if run.is_boundary_on_host else (boundary, rest)
+        if run.is_boundary_on_host:  # and with it what flows into experts that come apart
+            return 0, rest - (run.leaving_bytes - layer.boundary_bytes)
+        return boundary, rest
 
     def _is_source(self, number: int) -> bool:
         return number + 1 < len(self._layers) and self._runs[number + 1].is_dropped
@@ -227,7 +230,7 @@ class DevicePeaks:
         layer, run = self._layers[number], self._runs[number]
         if run.policy.is_offloaded:
             return run.host_bytes if back else self._full(number) - layer.offload_left_bytes
-        return layer.boundary_bytes + layer.kept_bytes if run.is_boundary_on_host else 0
+        return run.leaving_bytes if run.is_boundary_on_host else 0
 
     def _leaving(self, number: int, place: int, *, after: int = -1) -> int:
         """Return what the newest visit that goes to the host still has on the device in a layer's forward.

@@ -61,9 +61,10 @@ def _run(layer: Layer, choice: Choice, number: int, *, is_last: bool) -> LayerRu
         return LayerRun(
             policy, leaving_bytes=layer.offload_copied_bytes, host_bytes=layer.saved_bytes[policy.name]
         )
-    nbytes = layer.boundary_bytes + layer.kept_bytes
-    if nbytes < LEAST_OFFLOADED_BYTES:
+    if layer.boundary_bytes < LEAST_OFFLOADED_BYTES:
         return LayerRun(policy)
+    kept = [nbytes for nbytes in layer.kept_sizes if nbytes >= LEAST_OFFLOADED_BYTES]
+    sizes = [layer.boundary_bytes, *kept]
     return LayerRun(
-        policy, is_boundary_on_host=True, leaving_bytes=nbytes, host_bytes=pools.saved_visit([nbytes])
+        policy, is_boundary_on_host=True, leaving_bytes=sum(sizes), host_bytes=pools.saved_visit(sizes)
     )

@@ -36,7 +36,8 @@ def most_without_gradients(
     layers = anatomy.as_split(choice).layers
     peaks = DevicePeaks(anatomy, choice, batch, optimizer, overlaps=overlaps, has_scratch=has_scratch)
     boundary = max(layer.boundary_bytes for layer in anatomy.layers)
-    each = anatomy.pass_bytes + boundary * (2 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
+    each = max(layer.waiting_forward_bytes for layer in layers)
+    each += anatomy.pass_bytes + boundary * (2 + anatomy.holds_embedding) + IDS_BYTES * anatomy.tokens
     inside = [
         layer.forward_peak_bytes[RECOMPUTE.name] + layer.saved_bytes[RECOMPUTE.name] - layer.boundary_bytes
         for layer in layers

@@ -120,7 +120,8 @@ class ExpertsCall:
             self._wants = [tensor.requires_grad for tensor in given.differentiable]
             saved = routed.saved
         if saved and self._keeps_input:
-            self._input, saved = [self._visits.keep(tensor) for tensor in saved], ()
+            flowing, shared = saved[: -len(small) or None], saved[len(saved) - len(small) :]
+            self._input, saved = [*map(self._visits.keep, flowing), *shared], ()
         ticket = _Enter.apply(self, ANCHOR, *given.differentiable) if torch.is_grad_enabled() else None
         num_places = len(self._chunks) + 2
         for number in range(len(self._chunks)):
@@ -195,7 +196,8 @@ class ExpertsCall:
                 out = second_product(experts, beside, part, leaf, weight)
                 sources = [leaf, weight, part.weights, *part.extras[num_first:]]
                 found.extend(_gradients([out], sources, [back.rows_of(part).to(out.dtype)]))
-                return found[1]
+                own, found[1] = found[1], None
+                return own
 
             def first(_: Tensor) -> Tensor | None:
                 sources = [part.hidden, first_weight, *part.extras[:num_first]]

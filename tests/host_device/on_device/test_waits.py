@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatrain.config.policies import POLICY_NAMES
+from tests.expert_families import APART
 from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
 from tests.host_device.waits import Wait, watched
@@ -38,7 +39,7 @@ def waits_of_a_step(
 
     Experts run as by default, and in bf16: torch's grouped product of fp32 reads its offsets on the host.
     """
-    model = make_model(FAMILIES[family]())
+    model = make_model({**FAMILIES, **APART}[family]())
     is_routed = "expert" in str(model.config)
     if fault is not None:
         model.get_submodule("model.layers.1.mlp").register_forward_hook(fault)
@@ -71,6 +72,18 @@ def test_a_step_waits_once_and_the_launching_thread_nowhere(family: str) -> None
         assert {(wait.what, wait.place) for wait in found} == LISTED.get(family, set()), policies
         counts["copy"] -= len(found)
         assert counts == {"copy": 1}, policies
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_experts_in_chunks_wait_once_in_a_layer_of_each_micro_batch(family: str, activations: str) -> None:
+    """For how many rows each chunk has, in the forward alone; the number goes with the two copies of edges."""
+    settings = {"activations": activations, "expert_chunks": 4}
+    found, _ = waits_of_a_step(family, make_batches(2), **settings)
+    assert {wait.place for wait in found} == {"megatrain/model/expert_products.py bounds"}
+    num_layers = 3 - (family == "glm4_moe")  # whose first layer is dense
+    assert len([wait for wait in found if wait.what != "copy"] or found) % (2 * num_layers) == 0
+    assert len(found) <= 2 * 2 * num_layers
 
 
 def packed(tokens: int = 16) -> list[Batch]:

@@ -11,6 +11,7 @@ import pytest
 from transformers import (
     FalconConfig,
     Gemma2Config,
+    Glm4MoeConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -47,6 +48,15 @@ CONFIGS = {
     "mixtral": lambda: MixtralConfig(**COMMON, num_local_experts=4, sliding_window=None),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **COMMON, head_dim=16, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **COMMON,
+        head_dim=16,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
     ),
     "falcon": lambda: FalconConfig(**WIDE, hidden_size=128, new_decoder_architecture=True, num_kv_heads=4),
     "gpt2": lambda: GPT2Config(
@@ -154,17 +164,20 @@ def check(
     outer_streams: bool = False,
     gradients: tuple[str, ...] = ("host",) * 3,
     is_packed: bool = False,
+    expert_chunks: int = 1,
 ) -> None:
     """Run two steps and compare."""
     anatomy = anatomy_of(family, precision, rows, tokens, chunk, is_packed)
     num_layers = len(anatomy.layers)
     most = max(len(layer.fragments) for layer in anatomy.layers) if fragments else 1
+    most = most if expert_chunks == 1 else 3
     choice = Choice(
         num_slots=most + 1,
         num_gradient_buffers=most + 1 if m > 1 else 1,
         activations=(policy,) * num_layers if isinstance(policy, str) else tuple(policy),
         boundaries=boundaries,
         fragments=fragments,
+        expert_chunks=expert_chunks,
         resident_layers=residents,
         outer_resident=residents == num_layers,
         outer_streams=outer_streams,
@@ -187,6 +200,7 @@ def check(
         activations=choice.activations,
         lockstep=m,
         fragments=fragments,
+        expert_chunks=expert_chunks,
         resident_layers=residents,
         boundaries=boundaries,
         head_chunk_tokens=chunk,
