@@ -387,7 +387,8 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
     again = rows * (4 * outer + 4 * between + 3 * inner) + gradients
     kept = (tokens, *[4 * experts.rows] * 3) if experts.behind is None else ()
     left = {p: POLICIES[p].reruns * (tokens * experts.saves_output + sum(kept)) for p in POLICIES}
-    gradients_of_input = 2 * tokens + 4 * experts.rows  # of the output, and of what flows in
+    # of the output, of what flows in, and where something runs behind the experts what comes back from it
+    gradients_of_input = (2 if experts.behind is None else 6) * tokens + 4 * experts.rows
     # recomputed before the experts go back, where something is behind them
     recomputed = 0 if experts.behind is None else beside.saved_bytes[KEEP.name]
     back = {

@@ -211,13 +211,21 @@ def check(
     )
     pools = device_peak_bytes(anatomy, choice, batch, overlaps=False)
     predicted = sum(pool.nbytes for pool in pools)
-    assert measured.peak_bytes <= predicted <= 1.05 * measured.peak_bytes
+    most_times = 1.05 if expert_chunks == 1 else 1.2  # there is room for chunks with more rows than others
+    assert measured.peak_bytes <= predicted <= most_times * measured.peak_bytes
     assert measured.passing_bytes <= predicted
     assert sum(pool.nbytes for pool in pools if pool.is_exact) == measured.allocated_bytes
     planes = host_planes(anatomy, choice, batch)
     offloaded = planes.pop("boundaries") + planes.pop("activations")
     assert sum(planes.values()) == measured.host_bytes
     assert offloaded == measured.stash_bytes
+
+
+@pytest.mark.parametrize("more", [{}, {"m": 2, "boundaries": "host"}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_predicted_bytes_of_experts_in_chunks_are_enough(family: str, more: dict[str, Any]) -> None:
+    """No more than a chunk's blocks are in slots, and its rows beside what waits of each micro-batch."""
+    check(family, "bf16", 1024, "recompute", rows=4, expert_chunks=4, **more)
 
 
 def device_bytes(choice: Choice, *, overlaps: bool) -> int:
