@@ -24,7 +24,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import host_memory
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.store.arena import Arena
-from megatrain.store.block_state import BlockState, write_value
+from megatrain.store.block_state import BlockState, decoded, view_entry, write_value
 from megatrain.store.nodes import NodeParts
 from megatrain.store.on_device import BlocksOnDevice
 from megatrain.store.on_drives import BlocksOnDrives, page_memory
@@ -317,6 +317,20 @@ class HostState:
         if self._num_filled[number] >= self.layouts[number].num_parameters:
             self._num_filled[number] = 0
             self._keep(number, *self._filling.pop(number))
+
+    def codes_of(self, name: str) -> dict[str, Tensor]:
+        """View the codes and scales of a parameter that is kept in an encoding, by the names of its parts."""
+        block, entry = self._owner[name]
+        assert entry.encoding is not None
+        return entry.encoding.views(block.codes[entry.codes_offset :])
+
+    def value(self, name: str) -> Tensor:
+        """Return a working weight to be read at once: a view of it, or what its codes make."""
+        number, entry = self.number_of(name), self._owner[name][1]
+        working = self.weights.read(number)
+        if entry.encoding is None:
+            return view_entry(working, entry)
+        return decoded(working[self.layouts[number].plain_bytes :], entry)
 
     def bring_gradients(self) -> None:
         """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""
