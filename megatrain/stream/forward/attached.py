@@ -15,7 +15,9 @@ from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
+from megatrain.model.weights.kept import give_values
 from megatrain.store.digests import note_weights
+from megatrain.store.read_in import require_room
 from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
@@ -26,6 +28,8 @@ from megatrain.stream.job.job import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_VALUES = "the values of weights that are kept as stored (lora.base) take"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,27 @@ class Binding:
         for block, state in zip(self.blocks, self.host.blocks, strict=True):
             base = state.working.data_ptr()
             for entry in state.layout.entries:
-                if block.parameters[entry.name].data_ptr() != base + entry.byte_offset:
+                parameter = block.parameters[entry.name]
+                is_kept = entry.encoding is not None and parameter.is_meta
+                if not is_kept and parameter.data_ptr() != base + entry.byte_offset:
                     return entry.name
         return None
 
-    def give_back(self) -> None:
+    def give_back(self, model: PreTrainedModel) -> None:
         """Let go of what training has taken, and leave the weights to whoever changes or attaches them."""
         self.host.planes.release_training()
         note_weights(self.host)
+        give_values(model, self.host.value)
+
+    def require_room_for_values(self) -> None:
+        """Refuse to give weights back that are kept in codes, if the machine has no room for their values.
+
+        Raises:
+            CapacityError: It has none.
+        """
+        nbytes = sum(layout.sizes.decoded_bytes for layout in self.host.layouts)
+        if nbytes:
+            require_room(nbytes, _VALUES, "save the adapters, and load the model again")
 
     @property
     def hooked(self) -> str | None:
