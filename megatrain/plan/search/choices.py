@@ -282,11 +282,7 @@ def least_held(request: Request, tier: str) -> int | None:
 
 def with_activations_on_drives(request: Request) -> Request | None:
     """Return the same with saved activations on drives; None: there are none, or it is set."""
-    if (
-        request.spec.drives is None
-        or not request.optimizer.goes_on_drives
-        or request.choice.boundaries != AUTO
-    ):
+    if not request.may_use_drives or request.choice.boundaries != AUTO:
         return None
     return replace(request, choice=replace(request.choice, boundaries="nvme"))
 
@@ -307,7 +303,7 @@ def _smallest(request: Request) -> Iterator[Choice]:
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
     if request.choice.tiers != AUTO:
         return [request.choice.tiers]
-    if request.spec.drives is None or not request.optimizer.goes_on_drives:
+    if not request.may_use_drives:
         return [frozenset()]
     moments = frozenset({("remainder", "nvme"), ("moments", "nvme")})
     on_drives = [moments, moments | {("working", "nvme")}]  # of which RAM takes what fits
@@ -392,7 +388,7 @@ def is_allowed(request: Request, choice: Choice) -> bool:
         return False
     if not may_be_resident(request, choice) and (choice.outer_resident or choice.resident_layers):
         return False
-    if choice.has_scratch_on_drives and (request.spec.drives is None or not request.optimizer.goes_on_drives):
+    if choice.has_scratch_on_drives and not request.may_use_drives:
         return False
     if choice.sums == "nvme" and not may_sum_on_drives(request):
         return False
