@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ def test_codes_train_as_their_values_do(
         results.append(trained(engine))
         engine.detach()
     assert_same(results[1], results[0])
+
+
+def test_layers_become_resident_and_stream_again_between_steps(places: dict[str, Path]) -> None:
+    found = []
+    for base in (DEQUANTISED, AS_STORED):
+        engine = attach_plainly(loaded(places["gpt_oss"], base), device="checked", num_micro_batches=2)
+        optimizer, losses = engine.adamw(lr=1e-2), {}
+        for step, resident_layers in enumerate((0, 2, 1, 0)):
+            engine.reconfigure(replace(engine.choice, resident_layers=resident_layers))
+            losses[f"loss {step}"] = engine.forward_backward(make_batches(2, seed=step))
+            optimizer.step()
+        found.append(losses | dict(engine.named_masters()))
+    assert_same(found[1], found[0])
 
 
 def test_dora_begins_with_the_norms_of_the_values(places: dict[str, Path]) -> None:
