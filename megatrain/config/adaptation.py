@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatrain.errors import ConfigError, one_of
+
 ALL_LINEAR = "all-linear"
 """The value for every linear layer but the head."""
+
+DEQUANTISED, AS_STORED = "dequantised", "as_stored"
+BASES = (DEQUANTISED, AS_STORED)
+"""The forms in which host memory and the link have the frozen weights of a quantised checkpoint: as values,
+or in its codes and scales, of which the device makes the same values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,3 +40,19 @@ class Adaptation:
     """The shell patterns of the names of parameters that are not trained."""
     only: tuple[str, ...] = ()
     """The shell patterns of the names of the only trained parameters; empty means all."""
+    base: str = DEQUANTISED
+    """The form of the frozen weights beside adapters, one of `BASES`."""
+
+    def __post_init__(self) -> None:
+        """Check the form.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        if self.base not in BASES:
+            raise ConfigError(f"base is {self.base!r}; use {one_of(BASES)}")
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether frozen weights are kept as a quantised checkpoint has them."""
+        return self.base == AS_STORED

@@ -134,8 +134,8 @@ _REFUSED: Mapping[str, str] = {
     "adam_beta2": "write both decays as optim.betas=[0.9, 0.999]",
     "deepspeed": "megatrain streams the model's state itself; leave it out, and see megatrain plan",
     "fsdp": "megatrain streams the model's state itself; leave it out, and see megatrain plan",
-    "load_in_4bit": "a frozen base streams in bf16, so nothing has to be quantised to fit (megatrain plan "
-    "says what it takes); leave it out",
+    "load_in_4bit": "nothing is quantised here: leave it out (megatrain plan says what a base takes), or "
+    "give a checkpoint in MXFP4 or FP8 with lora.base=as_stored",
     "load_in_8bit": "the weights are streamed at full precision, so nothing is quantised; leave it out",
     "greater_is_better": "the best evaluation is the one with the lowest loss; leave it out",
     "label_smoothing_factor": "megatrain train has no label smoothing; leave it out, or use the trainers of "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatrain.config.choice import Choice, StepBatch
 
-_DEVICE_POOLS = ("slots", "gradient buffers", "waiting gradients", "resident")
+_DEVICE_POOLS = ("slots", "codes", "gradient buffers", "waiting gradients", "resident")
 """The beginnings of the names of pools that the device allocates; on a CPU they are in RAM, as state is."""
 
 

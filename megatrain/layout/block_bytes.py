@@ -20,13 +20,17 @@ class BlockBytes:
     """The size of a block. The planner counts it, the engine lays it out, and all bytes follow from it."""
 
     working_bytes: int = 0
-    """Bytes of the working weights, padding included."""
+    """Bytes of the working weights on the device, padding included."""
     num_split: int = 0
     """State elements of bf16 parameters, padding included: they have a remainder."""
     num_state: int = 0
     """State elements in all, padding included; 0 if nothing of the block is trained."""
     num_scales: int = 0
     """Scales of a plane that has them: one for every 256 elements of a parameter, or less."""
+    decoded_bytes: int = 0
+    """The part of `working_bytes` that the device makes of codes."""
+    codes_bytes: int = 0
+    """Bytes of these codes and their scales, which the host keeps in place of it."""
 
     def __add__(self, other: BlockBytes) -> BlockBytes:
         """Return the sizes of a block that has the parameters of both."""
@@ -35,6 +39,8 @@ class BlockBytes:
             num_split=self.num_split + other.num_split,
             num_state=self.num_state + other.num_state,
             num_scales=self.num_scales + other.num_scales,
+            decoded_bytes=self.decoded_bytes + other.decoded_bytes,
+            codes_bytes=self.codes_bytes + other.codes_bytes,
         )
 
     def scaled(self, numerator: int, denominator: int) -> BlockBytes:
@@ -44,6 +50,16 @@ class BlockBytes:
         return BlockBytes(
             working_bytes=working, num_split=aligned(split), num_state=aligned(state), num_scales=scales
         )
+
+    @property
+    def plain_bytes(self) -> int:
+        """Return the bytes of the working weights that are the same on the host and on the device."""
+        return self.working_bytes - self.decoded_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of the working weights as the host keeps them, which is what is fetched."""
+        return self.plain_bytes + self.codes_bytes
 
     @property
     def gradient_bytes(self) -> int:

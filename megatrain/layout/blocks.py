@@ -4,6 +4,9 @@ A block has one byte buffer of working weights, with one segment per working dty
 its trained elements, which `remainder`, `gradient` and the optimizer's planes share. Every parameter starts
 at a multiple of `ALIGNMENT` elements, and what lies between two parameters is zero for ever: a zero weight
 with a zero gradient stays zero under any optimizer that is described here, and adds nothing to a norm.
+
+Frozen weights that are kept encoded come last: as values on the device, and on the host, behind the same
+bytes, as codes and scales.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL, num_scales
 from megatrain.layout.block_bytes import ALIGNMENT, BlockBytes, aligned
+from megatrain.layout.encoding import Encoding
 
 _PART = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
@@ -34,6 +38,8 @@ class ParameterSpec:
     is_trained: bool
     rows: range | None = None
     """The rows of the parameter, in its first dimension, that the block has; None: all of it."""
+    encoding: Encoding | None = None
+    """How it is kept on the host; None: as the values that the device computes with. It is frozen, if so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +50,16 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     byte_offset: int
-    """The byte of the block's working bytes at which the working weight starts."""
+    """The byte of the block's place on the device at which the working weight starts; on the host too, if it
+    is not encoded."""
     state_offset: int | None
     """First index in the block's state space; None for a frozen parameter."""
     rows: range | None = None
     """The rows of the parameter, in its first dimension, that are here; None: all of it."""
+    encoding: Encoding | None = None
+    """How it is kept on the host; None: as it is on the device."""
+    codes_offset: int = 0
+    """The byte of the block's codes at which those of an encoded parameter start."""
 
     @property
     def key(self) -> str:
@@ -95,8 +106,23 @@ class BlockLayout:
 
     @cached_property
     def working_bytes(self) -> int:
-        """Return the bytes of the working weights, padding included."""
+        """Return the bytes of the working weights on the device, padding included."""
         return self.sizes.working_bytes
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """Return the bytes of those that are not encoded, with which the block begins everywhere."""
+        return self.sizes.plain_bytes
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Return the bytes of the working weights on the host: these, and codes."""
+        return self.sizes.kept_bytes
+
+    @cached_property
+    def encoded(self) -> tuple[Entry, ...]:
+        """Return the parameters that are encoded on the host."""
+        return tuple(entry for entry in self.entries if entry.encoding is not None)
 
     @cached_property
     def num_split(self) -> int:
@@ -178,33 +204,57 @@ class BlockLayout:
 def lay_out(parameters: Iterable[ParameterSpec]) -> BlockLayout:
     """Place a block's parameters: trained bf16, frozen bf16, trained fp32, frozen fp32, each in given order.
 
+    What is encoded comes after all of these.
+
     Raises:
-        AssertionError: A working dtype is neither bf16 nor fp32.
+        AssertionError: A working dtype is neither bf16 nor fp32, or a trained parameter is encoded.
     """
     specs = list(parameters)
+    assert not any(spec.is_trained and spec.encoding is not None for spec in specs), (
+        "what is encoded is frozen"
+    )
     entries: list[Entry] = []
     byte = state = split = scales = 0
     for dtype in (torch.bfloat16, torch.float32):
         for is_trained in (True, False):
             for spec in specs:
-                if spec.dtype != dtype or spec.is_trained != is_trained:
+                if spec.dtype != dtype or spec.is_trained != is_trained or spec.encoding is not None:
                     continue
                 offset = state if is_trained else None
-                entries.append(
-                    Entry(
-                        name=spec.name,
-                        shape=spec.shape,
-                        dtype=dtype,
-                        byte_offset=byte,
-                        state_offset=offset,
-                        rows=spec.rows,
-                    )
-                )
+                entries.append(_entry(spec, byte, state_offset=offset))
                 size = aligned(math.prod(spec.shape))
                 byte += size * dtype.itemsize
                 state += size if is_trained else 0
                 scales += num_scales(size) if is_trained else 0
         split = state if dtype == torch.bfloat16 else split
-    assert len(entries) == len(specs), "a working dtype is bf16 or fp32"
     sizes = BlockBytes(working_bytes=byte, num_split=split, num_state=state, num_scales=scales)
-    return BlockLayout(entries=tuple(entries), sizes=sizes)
+    encoded, codes = _lay_out_encoded([spec for spec in specs if spec.encoding is not None], sizes)
+    assert len(entries) + len(encoded) == len(specs), "a working dtype is bf16 or fp32"
+    return BlockLayout(entries=(*entries, *encoded), sizes=sizes + codes)
+
+
+def _lay_out_encoded(specs: Iterable[ParameterSpec], plain: BlockBytes) -> tuple[list[Entry], BlockBytes]:
+    """Place encoded parameters behind the others; return them, and their bytes."""
+    entries: list[Entry] = []
+    decoded = codes = 0
+    for spec in specs:
+        assert spec.encoding is not None
+        entries.append(_entry(spec, plain.working_bytes + decoded, codes_offset=codes))
+        decoded += aligned(math.prod(spec.shape)) * spec.dtype.itemsize
+        codes += spec.encoding.nbytes
+    return entries, BlockBytes(working_bytes=decoded, decoded_bytes=decoded, codes_bytes=codes)
+
+
+def _entry(
+    spec: ParameterSpec, byte_offset: int, *, state_offset: int | None = None, codes_offset: int = 0
+) -> Entry:
+    return Entry(
+        name=spec.name,
+        shape=spec.shape,
+        dtype=spec.dtype,
+        byte_offset=byte_offset,
+        state_offset=state_offset,
+        rows=spec.rows,
+        encoding=spec.encoding,
+        codes_offset=codes_offset,
+    )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.encoding import decoding_scratch
 from megatrain.layout.exchange import Exchange
 from megatrain.layout.host_buffers import (
     NUM_GRADIENT_STAGING,
@@ -39,6 +40,11 @@ ONE_SUM = SumRoom(whole=1)
 def slot(sizes: BlockBytes) -> int:
     """Return the bytes of a slot that holds a block's weights."""
     return sizes.working_bytes
+
+
+def codes(sizes: BlockBytes) -> int:
+    """Return the bytes of the device in which a block's codes become values: codes, and scratch memory."""
+    return sizes.codes_bytes + decoding_scratch(sizes.decoded_bytes // 2)
 
 
 def resident_weights(sizes: BlockBytes) -> int:
@@ -161,8 +167,8 @@ def update_scratch(numel: int, optimizer: Optimizer) -> int:
 
 
 def working_plane(sizes: BlockBytes) -> int:
-    """Return the bytes of a block's working weights."""
-    return sizes.working_bytes
+    """Return the bytes of a block's working weights, of which some may be encoded."""
+    return sizes.kept_bytes
 
 
 def remainder_plane(sizes: BlockBytes) -> int:
@@ -286,6 +292,7 @@ def device_pools(
     streamed, staying = blocks.streamed, blocks.staying
     return {
         "slots": num_slots * streamed.largest(slot),
+        "codes": blocks.all.largest(codes),
         "resident weights": staying.total(resident_weights),
         "resident gradients": staying.total(resident_gradient, room),
         "resident optimizer state": blocks.resident.total(resident_state, optimizer, num_ranks),

@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from megatrain.errors import ModelError
 from megatrain.layout.expert_chunks import passing_order
 from megatrain.model.experts import BehindExperts, behind_experts, experts_of
+from megatrain.model.weights.kept import encoding_of
 from megatrain.model.weights.parts import beside_text
 
 _STREAMED_SHARE = 0.05
@@ -228,6 +229,8 @@ def _apart(layer: Block, expert_chunks: int, behind: Mapping[str, BehindExperts]
     chunks = [] if experts is None else experts.chunks(expert_chunks)
     if experts is None or found is None or len(chunks) < 2:
         return None
+    if any(encoding_of(experts.module.get_parameter(name)) is not None for name in experts.matrices):
+        return None  # codes are decoded block by block
     later = tuple(module.get_submodule(name) for name in sorted(found.modules))
     main = Block(
         layer.name,

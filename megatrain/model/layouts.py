@@ -14,6 +14,7 @@ from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout, ParameterSpec, lay_out
 from megatrain.model.blocks import Block
 from megatrain.model.weights.built import built_in
+from megatrain.model.weights.kept import encoding_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,7 @@ def lay_out_blocks(model: PreTrainedModel, blocks: Sequence[Block], *, splits: b
                 dtype=dtype(name, parameter),
                 is_trained=parameter.requires_grad,
                 rows=block.rows,
+                encoding=encoding_of(parameter),
             )
             for name, parameter in block.parameters.items()
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
-from megatrain.model.weights.convert import Region
+from megatrain.model.weights.encoding import Region
 from megatrain.model.weights.skeleton import parameters_on_meta
 
 if TYPE_CHECKING:

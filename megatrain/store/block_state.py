@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.layout.encoding import Scratch, decoding_scratch
 from megatrain.layout.ownership import Share
 from megatrain.store.master import join_master, split_master, split_master_into
 
@@ -34,7 +35,7 @@ class BlockState:
     """
 
     def __init__(self, layout: BlockLayout, working: Tensor, *, is_here: bool = True) -> None:
-        """Wrap the block's working bytes, (layout.working_bytes,) uint8; other planes come later.
+        """Wrap the block's working bytes, (layout.kept_bytes,) uint8; other planes come later.
 
         Args:
             layout: The layout of the block.
@@ -75,8 +76,15 @@ class BlockState:
         return found
 
     def weight(self, entry: Entry) -> Tensor:
-        """View a parameter's working weight, in its shape and working dtype."""
+        """View a parameter's working weight, in its shape and working dtype; an encoded one has no memory."""
+        if entry.encoding is not None:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return view_entry(self.working, entry)
+
+    @property
+    def codes(self) -> Tensor:
+        """View what encoded parameters are made of: (codes_bytes,) uint8."""
+        return self.working[self.layout.plain_bytes :]
 
     def remainder_of(self, entry: Entry) -> Tensor | None:
         """View a parameter's remainder, in its shape; None where the working weight is the whole value."""
@@ -122,6 +130,8 @@ class BlockState:
 
     def master(self, entry: Entry) -> Tensor:
         """Return a parameter's fp32 value in a new tensor of its shape."""
+        if entry.encoding is not None:
+            return decoded(self.codes, entry).to(torch.float32)
         weight = self.weight(entry)
         remainder = self.remainder_of(entry)
         if remainder is None:
@@ -129,8 +139,23 @@ class BlockState:
         return join_master(weight, remainder)
 
 
+def decoded(codes: Tensor, entry: Entry) -> Tensor:
+    """Return the working weight that a block's codes make, in a new tensor where they are."""
+    made = torch.empty(entry.shape, dtype=entry.dtype, device=codes.device)
+    scratch = torch.empty(decoding_scratch(entry.numel), dtype=torch.uint8, device=codes.device)
+    decode_into(made, codes, entry, Scratch(scratch))
+    return made
+
+
+def decode_into(out: Tensor, codes: Tensor, entry: Entry, scratch: Scratch) -> None:
+    """Make an encoded parameter's working weight of its block's codes; `out` is its place, in its shape."""
+    assert entry.encoding is not None
+    entry.encoding.decode(entry.encoding.views(codes[entry.codes_offset :]), out, scratch)
+
+
 def write_value(block: BlockState, entry: Entry, value: Tensor, region: tuple[int | slice, ...] = ()) -> None:
     """Write `value` into `region` of a parameter (empty: all of it), splitting an fp32 master exactly."""
+    assert entry.encoding is None, f"{entry.name} is kept in codes"
     weight, remainder = block.weight(entry), block.remainder_of(entry)
     if region:
         weight = weight[region]
@@ -188,8 +213,14 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def view_entry(block_bytes: Tensor, entry: Entry) -> Tensor:
-    """View one parameter in a block's working bytes, on whichever device they are."""
-    flat = block_bytes[entry.byte_offset : entry.byte_offset + entry.nbytes]
+    """View one parameter in a block's working bytes, on the host or in its place on a device."""
+    assert entry.encoding is None, f"{entry.name} is kept in codes"
+    return view_place(block_bytes, entry)
+
+
+def view_place(place: Tensor, entry: Entry) -> Tensor:
+    """View one parameter in a block's place on a device, where it is a value however it is kept."""
+    flat = place[entry.byte_offset : entry.byte_offset + entry.nbytes]
     return flat.view(entry.dtype).view(entry.shape)
 
 

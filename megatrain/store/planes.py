@@ -71,7 +71,7 @@ class Planes:
         self.blocks = [
             BlockState(
                 layout,
-                (there if number in away else here)[number][: layout.working_bytes],
+                (there if number in away else here)[number][: layout.kept_bytes],
                 is_here=number not in placement.state_on_drives,
             )
             for number, layout in enumerate(layouts)

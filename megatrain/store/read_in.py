@@ -41,7 +41,7 @@ class WeightsReadIn:
         return self._planes.paged.nbytes if self.are_here else 0
 
     def read(self, block: int) -> Tensor:
-        """Return a block's working bytes, (working_bytes,), to be read at once; in new memory from drives."""
+        """Return a block's working bytes, (kept_bytes,), to be read at once; in new memory from drives."""
         working = self._planes.blocks[block].working
         if self._on_device.holds(block) and not self.are_here:
             return self._on_device.read_working(block)

@@ -24,7 +24,14 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import host_memory
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.store.arena import Arena
-from megatrain.store.block_state import BlockState, joined_rows, part_of_region, view_entry, write_value
+from megatrain.store.block_state import (
+    BlockState,
+    decoded,
+    joined_rows,
+    part_of_region,
+    view_entry,
+    write_value,
+)
 from megatrain.store.nodes import NodeParts
 from megatrain.store.on_device import BlocksOnDevice
 from megatrain.store.on_drives import BlocksOnDrives, page_memory
@@ -295,11 +302,6 @@ class HostState:
             with self.borrow(block, writes=True):
                 pass
 
-    def read_weight(self, name: str) -> Tensor:
-        """Return a parameter's working weight from wherever it lives; every node has it."""
-        parts = [view_entry(self.weights.read(number), entry) for number, entry in self._places[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def masters(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, fp32 value in a new tensor) lazily; names of one block should come together."""
         for numbers, group in groupby(names, key=lambda name: [number for number, _ in self._places[name]]):
@@ -343,6 +345,24 @@ class HostState:
         if self._num_filled[number] >= self.layouts[number].num_parameters:
             self._num_filled[number] = 0
             self._keep(number, *self._filling.pop(number))
+
+    def codes_of(self, name: str) -> dict[str, Tensor]:
+        """View the codes and scales of a parameter that is kept in an encoding, by the names of its parts."""
+        ((number, entry),) = self._places[name]
+        block = self.blocks[number]
+        assert entry.encoding is not None
+        return entry.encoding.views(block.codes[entry.codes_offset :])
+
+    def value(self, name: str) -> Tensor:
+        """Return a working weight to be read at once: a view of it, what its codes make, or parts joined."""
+        parts = []
+        for number, entry in self._places[name]:
+            working = self.weights.read(number)
+            if entry.encoding is None:
+                parts.append(view_entry(working, entry))
+            else:
+                parts.append(decoded(working[self.layouts[number].plain_bytes :], entry))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def bring_gradients(self) -> None:
         """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""

@@ -452,11 +452,13 @@ class Engine:
         for weights that were changed meanwhile; of state on drives, and of the optimizer's, nothing is left.
 
         Raises:
-            CapacityError: State is on the device alone, and RAM does not hold it; nothing was changed.
+            CapacityError: State is on the device alone, or weights are kept in codes, and RAM does not hold
+                what they become; nothing was changed.
         """
         if self.model.__dict__.get("_megatrain_engine") is not self:
             return
         self.settle()
+        self.arrangement.binding.require_room_for_values()
         self.executor.states.bring_home(optimizer=False)
         self.sync()
         self._model_forward.remove()
@@ -465,7 +467,7 @@ class Engine:
         if self.host.has_drives:
             self.model.__dict__.pop("_megatrain_host", None)
         else:
-            self.arrangement.binding.give_back()
+            self.arrangement.binding.give_back(self.model)
 
     def close(self, *, removes: bool = False) -> None:
         """Finish all work, let go of threads and drives, and remove what is there if nobody will go on."""

@@ -80,7 +80,7 @@ def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path,
                 name=key,
                 dtype=entry.dtype,
                 shape=entry.shape,
-                get=lambda name=name: host.read_weight(name).clone(),  # type: ignore[misc]
+                get=lambda name=name: host.value(name).clone(),  # type: ignore[misc]
             )
         )
     write_safetensors(out / WEIGHTS_NAME, sources, {"format": "pt"})

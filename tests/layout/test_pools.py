@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatrain.config.optimizers import adamw
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.layout.encoding import decoding_scratch
 from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING, PIECE_BYTES
 from megatrain.layout.totals import BlockTotals, Residency
 
@@ -51,10 +52,11 @@ def test_state_passes_that_is_larger_than_that_of_a_block_with_more_elements() -
 
 
 def test_device_pools_are_those_of_a_table() -> None:
-    """Two streamed blocks, one resident, and one that only has its weights there."""
+    """Two streamed blocks, one resident, and one that only has its weights there; one is kept in codes."""
     sizes = [
         BlockBytes(working_bytes=2 * n, num_split=n, num_state=n, num_scales=1) for n in (64, 128, 256, 512)
     ]
+    sizes[1] += BlockBytes(working_bytes=512, decoded_bytes=512, codes_bytes=300)
     blocks = Residency.of(sizes, [True, True, True, False], {2})
 
     def found(is_wide: bool) -> dict[str, int]:
@@ -68,7 +70,8 @@ def test_device_pools_are_those_of_a_table() -> None:
         )
 
     assert found(is_wide=True) == {
-        "slots": 3 * 256,
+        "slots": 3 * (256 + 512),
+        "codes": 300 + decoding_scratch(256),
         "resident weights": 512 + 1024,
         "resident gradients": 1024 + 2048,
         "resident optimizer state": 512 + 2 * 256 + 8,
@@ -76,3 +79,4 @@ def test_device_pools_are_those_of_a_table() -> None:
         "waiting gradients": 128 + 256,
     }
     assert found(is_wide=False)["gradient buffers"] == 2 * 256
+    assert blocks.all.total(pools.working_plane) == 2 * (64 + 128 + 256 + 512) + 300

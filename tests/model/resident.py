@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatrain.model.weights.convert import Region
+from megatrain.model.weights.encoding import Region
 from megatrain.model.weights.files import load_weights
 from megatrain.model.weights.parts import maker_of
 from megatrain.model.weights.skeleton import build_skeleton, persistent_buffers, tied_names

@@ -65,6 +65,7 @@ CASES = {
 
 POOLS = {
     "slot": ("device", "device"),
+    "codes": ("device", "device"),
     "resident_weights": ("device", "device"),
     "resident_gradient": ("device", "device"),
     "resident_state": ("device", "device"),

@@ -186,7 +186,7 @@ def test_patterns_choose_what_is_trained(base: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"lora": {"r": 4, "load_in_4bit": True}}, "never quantised: it waits in host memory in bf16"),
+        ({"lora": {"r": 4, "load_in_4bit": True}}, "never quantised here, which would cost exactness"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout is given, but lora.r is null"),
         ({"train": {"only": ["*"]}, "lora": {"r": 4}}, "but adapters freeze the whole model"),
         ({"model": {"init": "random"}, "lora": {"r": 4}}, "model.init is random"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from megatrain.config.adaptation import Adaptation
+from megatrain.config.adaptation import AS_STORED, Adaptation
 from megatrain.config.budgets import ALL
 from megatrain.config.choice import (
     AUTO,
@@ -264,6 +264,8 @@ class Config(Section):
     def choice(self) -> Choice:
         """The choice in `memory` and `optim`; all else is open, for the planner."""
         values = {field: getattr(getattr(self, section), name) for field, (section, name) in _FIELDS.items()}
+        if self.lora.base == AS_STORED:  # codes are at home in RAM
+            values["mirror_resident"] = True
         return Choice(
             **{field: AUTO if value is None else value for field, value in values.items()},
             head_chunk_tokens=self.memory.head_chunk_tokens or AUTO,
@@ -280,7 +282,9 @@ class Config(Section):
         lora, freeze, only = self.lora.chosen, self.train.freeze, self.train.only
         if lora is not None and self.model.new_tokens:
             lora = replace(lora, trains_embeddings=True)
-        return Adaptation(lora=lora, freeze=freeze, only=only) if lora or freeze or only else None
+        if not (lora or freeze or only):
+            return None
+        return Adaptation(lora=lora, freeze=freeze, only=only, base=self.lora.base)
 
     @property
     def row_tokens(self) -> int:
@@ -342,6 +346,8 @@ def conflicts(config: Config) -> list[str]:
     train, optim, memory = config.train, config.optim, config.memory
     is_random = config.model.init == "random"
     problems = [*config.lora.problems(freezes=bool(train.freeze or train.only), is_random=is_random)]
+    mirrors = memory.mirror_resident is not False
+    problems += config.lora.problems_of_base(uses_drives=bool(memory.drives), mirrors=mirrors)
     problems += config.preference.problems(
         config.objective, is_random=is_random, packing=config.data.packing, too_long=config.data.too_long
     )

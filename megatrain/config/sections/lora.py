@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatrain.config.adaptation import ALL_LINEAR, LoraChoice
+from megatrain.config.adaptation import ALL_LINEAR, AS_STORED, LoraChoice
 from megatrain.config.sections.section import Section
 from megatrain.config.types import Count, Rate, one_or_more, reads_as
 
@@ -32,8 +32,12 @@ class LoraConfig(Section):
     """Train a magnitude for each output beside the adapter (DoRA)."""
     modules_to_save: _Names = ()
     """Modules that are trained whole and saved with the adapters, such as `[embed_tokens, lm_head]`."""
+    base: Literal["dequantised", "as_stored"] = "dequantised"
+    """Form in which host memory and the link have the base of a checkpoint in MXFP4 or FP8: `dequantised`, at
+    2 bytes per parameter in bf16, or `as_stored`, in its codes and scales (about 0.53 or 1 byte), of which
+    the device makes the same values: no bit of a result changes."""
     load_in_4bit: bool = False
-    """Only `false`: QLoRA's quantised base saves nothing that is short here, where the base streams."""
+    """Only `false`: nothing is quantised here. `lora.base=as_stored` keeps a base that is quantised so."""
 
     @property
     def chosen(self) -> LoraChoice | None:
@@ -50,6 +54,27 @@ class LoraConfig(Section):
             modules_to_save=self.modules_to_save,
         )
 
+    def problems_of_base(self, *, uses_drives: bool, mirrors: bool) -> Iterator[str]:
+        """Yield what a base that is kept as stored rules out, each with a way out.
+
+        Args:
+            uses_drives: Settings name drives.
+            mirrors: Resident blocks may have their places in RAM too.
+        """
+        if self.base != AS_STORED:
+            return
+        way = "or use lora.base=dequantised"
+        if uses_drives:
+            yield (
+                "lora.base is as_stored and memory.tiers names drives, but codes are kept in RAM alone; "
+                f"leave memory.tiers.nvme out, {way}"
+            )
+        if not mirrors:
+            yield (
+                "lora.base is as_stored and memory.mirror_resident is false, but codes are at home in RAM; "
+                f"use memory.mirror_resident=auto, {way}"
+            )
+
     def problems(self, *, freezes: bool, is_random: bool) -> Iterator[str]:
         """Yield what cannot be obeyed, each with a way out.
 
@@ -59,10 +84,10 @@ class LoraConfig(Section):
         """
         if self.load_in_4bit:
             yield (
-                "lora.load_in_4bit is true, but the base is never quantised: it waits in host memory in bf16 "
-                "at 2 bytes per parameter, and the device holds a few of its layers at a time, so 4 bits "
-                "would make room where none is short, and cost exactness; use lora.load_in_4bit=false with "
-                "train.precision=bf16, and `megatrain plan` shows that it fits"
+                "lora.load_in_4bit is true, but a base is never quantised here, which would cost exactness: "
+                "it waits in host memory, and the device holds a few of its layers at a time; use "
+                "lora.load_in_4bit=false, and `megatrain plan` shows that it fits, or a checkpoint in MXFP4 "
+                "or FP8 with lora.base=as_stored"
             )
         given = [name for name in sorted(self.model_fields_set) if name not in ("r", "load_in_4bit")]
         given = [name for name in given if getattr(self, name) != type(self).model_fields[name].default]

@@ -14,7 +14,7 @@ from transformers.utils import is_peft_available
 
 from megatrain.errors import CheckpointError
 from megatrain.files import write_bytes_durably
-from megatrain.model.weights.convert import Region
+from megatrain.model.weights.encoding import Region
 from megatrain.model.weights.files import INDEX_NAME, WEIGHTS_NAME, load_weights
 from megatrain.model.weights.reading import open_weights, require_finite
 from megatrain.model.weights.shards import Shard, ShardWriter

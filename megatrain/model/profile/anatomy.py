@@ -302,6 +302,12 @@ class Anatomy:
         """Tokens of a micro-batch."""
         return self.micro_batch_size * self.seq_len
 
+    @cached_property
+    def keeps_codes(self) -> bool:
+        """Whether weights are kept in codes on the host."""
+        fragments = (fragment for layer in self.layers for fragment in layer.fragments)
+        return any(fragment.sizes.codes_bytes for fragment in (*fragments, *self.outer))
+
     def as_compiled(self, budget: float) -> Anatomy:
         """Return the model with layers that are compiled within a budget: the same one each time."""
         if self.budget == budget:

@@ -45,6 +45,7 @@ from megatrain.model.sequence.attention import rows_shared
 from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
+from megatrain.model.weights.kept_by_config import keep_as_planned
 from megatrain.model.weights.skeleton import build_skeleton
 
 LossKind: TypeAlias = Literal["plain", "given", "rows"]
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
         """The attention implementation, by its name in transformers; None takes the default."""
         adaptation: Adaptation | None
         """The part of the model that is trained, adapters among it; None: all of it."""
+        base: str
+        """The place of the checkpoint as which frozen weights are kept; none: they are kept as values."""
         is_packed: bool
         """Whether rows are of several documents, which positions keep apart: `sdpa` gets a mask then."""
         document_len: int | None
@@ -183,6 +186,8 @@ class Counter:
         if is_ours(built.config):
             tells_windows(built.config)  # while tensors are real
         adaptation = model.get("adaptation")
+        if "base" in model:
+            keep_as_planned(built, model["base"])
         if adaptation is not None:
             adapt(built, adaptation)
         counter = cls(built, micro_batch_size=micro_batch_size, seq_len=model["seq_len"], precision=precision)

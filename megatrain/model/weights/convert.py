@@ -25,8 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from megatrain.errors import ModelError, first_line
-
-Region = tuple[int | slice, ...]
+from megatrain.model.weights.encoding import Region, WeightEncoding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +56,8 @@ class Making:
     """The function that is given the tensors of the parts."""
     encode: Callable[[Mapping[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]] | None = None
     """The function that returns new codes and scales of a value, given the old ones; None: nobody does."""
+    encoding: WeightEncoding | None = None
+    """How the parts are the tensor, if a model can keep them in its place; None: it cannot."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -22,8 +22,10 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError, os_errors
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
-from megatrain.model.weights.convert import Conversion, Region, Source, plan_conversions
+from megatrain.model.weights.convert import Conversion, Source, plan_conversions
+from megatrain.model.weights.encoding import Region, WeightEncoding
 from megatrain.model.weights.generation import read_generation_config
+from megatrain.model.weights.kept import codes_of
 from megatrain.model.weights.quantised.formats import quantisation_of
 from megatrain.model.weights.quantised.quantisation import Quantisation, refuse_parts_of_none
 from megatrain.model.weights.reading import open_weights, read_json, read_weights
@@ -61,6 +63,26 @@ class ParameterSink(Protocol):
             value: float32, bfloat16 or float16, of the region's shape; a view of a file, valid during the
                 call.
             region: Index of the part to write.
+        """
+
+
+class CodesSink(Protocol):
+    """Takes codes and scales of parameters that are kept as the files have them."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether a parameter is kept in its encoding: then it gets codes, and no values."""
+
+    def put_codes(
+        self, name: str, encoding: WeightEncoding, part: str, tensor: torch.Tensor, region: Region
+    ) -> None:
+        """Write a tensor of which a kept parameter is made.
+
+        Args:
+            name: The name of the parameter, as in `put`.
+            encoding: The encoding of the weight of the files that the tensor belongs to.
+            part: The name of the tensor in it.
+            tensor: The tensor, as the file has it.
+            region: The place of that weight in the parameter.
         """
 
 
@@ -159,23 +181,23 @@ class PlannedWeights:
         Raises:
             ModelError: The files or their tensors do not fit the model.
         """
-        self.model, self._path = model, Path(path)
+        self.model, self.path = model, Path(path)
         self.files = checkpoint_files(path)
-        quantisation = quantisation_of(self._path)
-        sources = read_sources(self._path, self.files, quantisation)
+        quantisation = quantisation_of(self.path)
+        sources = read_sources(self.path, self.files, quantisation)
         self.conversions, unexpected = plan_conversions(model, sources)
-        _check_targets(model, self.conversions, self._path)
+        _check_targets(model, self.conversions, self.path)
         self.untouched = _without_constants(model, unexpected)
         """The tensors that the model has no place for."""
         require_exportable(self.untouched)
         if quantisation is not None:
             refuse_parts_of_none(self.untouched)
-        self._generation = read_generation_config(self._path)
+        self._generation = read_generation_config(self.path)
         names = tied_names(model)
         self.first_names = {alias: name for name, aliases in names.items() for alias in aliases}
         self.buffers = persistent_buffers(model)
 
-    def read(self, sink: ParameterSink) -> None:
+    def read(self, sink: ParameterSink, codes: CodesSink | None = None) -> None:
         """Read the weights; the model also takes the generation settings of the directory.
 
         A tied parameter is written once, under the first of its names.
@@ -183,14 +205,22 @@ class PlannedWeights:
         Args:
             sink: Receives every parameter, under its name of when this was planned: whole, or in regions that
                 cover it.
+            codes: Receives in its place what parameters are made of that it keeps; None: it keeps none.
 
         Raises:
             ModelError: Copies of a tied parameter differ, or a file has changed.
         """
+        num_kept = 0
         with contextlib.ExitStack() as stack:
             handles = {file: stack.enter_context(open_weights(file)) for file in self.files}
             duplicates = _check_ties(self.model, self.conversions, self.first_names, handles)
             for conversion in self.conversions:
+                kept = self.first_names.get(conversion.target)
+                if kept is not None and codes is not None and codes.keeps(kept):
+                    num_kept += len(conversion.sources)
+                    for encoding, part, tensor, region in codes_of(conversion, handles):
+                        codes.put_codes(kept, encoding, part, tensor, region)
+                    continue
                 for target, value, region in values_of(self.model, conversion, handles):
                     if target in duplicates:
                         continue
@@ -199,7 +229,9 @@ class PlannedWeights:
                     else:
                         sink.put(self.first_names[target], value, region)
         if self.num_quantised:
-            logger.info("%s: %d weights are quantised, and were read in bf16", self._path, self.num_quantised)
+            number = self.num_quantised
+            kept = f"{num_kept} of them are kept as stored, {number - num_kept}" if num_kept else "they"
+            logger.info("%s: %d weights are quantised: %s were read in bf16", self.path, number, kept)
         if self._generation is not None and self.model.can_generate():
             self.model.generation_config = self._generation
 
@@ -219,7 +251,7 @@ class PlannedWeights:
             self.model.__dict__[UNTOUCHED] = Untouched(self.untouched)
             logger.warning(
                 "%s: %d tensors have no place in the model, and are not trained but exported as they are: %s",
-                self._path,
+                self.path,
                 len(self.untouched),
                 _some([source.key for source in self.untouched]),
             )

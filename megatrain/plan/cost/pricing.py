@@ -11,6 +11,10 @@ from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.block_sums import share_of
 from megatrain.plan.memory.planned_blocks import PlannedBlock
 
+DECODING_PASSES = 10
+"""Device memory that decoding reads and writes, by that of the values in bf16: a code of each, its value and
+the product with its scale in fp32, which are written and read, and what that is rounded to."""
+
 
 class Pricing:
     """The rates of a choice: what `Operation.seconds` and `Operation.tasks` ask."""
@@ -70,6 +74,10 @@ class Pricing:
     def update_s(self, nbytes: float) -> float:
         """Return the seconds of an update on the host, likewise."""
         return self._rates.update_s(nbytes) / self._shares.update
+
+    def decode_s(self, block: int) -> float:
+        """Return the seconds in which the device makes values of a block's codes, if it has any."""
+        return self._rates.device_pass_s(DECODING_PASSES * self._blocks[block].sizes.decoded_bytes)
 
     def device_update_s(self, block: int) -> float:
         """Return the seconds of the update of a block on the device, of several ranks of a share of it."""

@@ -311,8 +311,8 @@ class BlockSums:
 
 
 def _fetched(sizes: BlockBytes, gathers_among: int) -> int:
-    gathered = (gathers_among - 1) * piece_bytes(sizes.working_bytes, gathers_among)
-    return sizes.working_bytes - gathered
+    gathered = (gathers_among - 1) * piece_bytes(sizes.kept_bytes, gathers_among)
+    return sizes.kept_bytes - gathered
 
 
 def offloaded_share(sizes: BlockBytes, num_ranks: int) -> int:

@@ -18,7 +18,7 @@ class BlockSize:
     is_streamed: bool
     is_trained: bool
     fetch_bytes: int
-    """Bytes of the working weights."""
+    """Bytes of the working weights as the host keeps them."""
     offload_bytes: int
     """Bytes of a complete gradient."""
     accumulator_bytes: int
@@ -78,11 +78,11 @@ class BlockSize:
         size = cls(
             is_streamed=is_streamed,
             is_trained=sizes.num_state > 0,
-            fetch_bytes=sizes.working_bytes,
+            fetch_bytes=sizes.kept_bytes,
             offload_bytes=own.gradient_bytes,
             accumulator_bytes=sizes.accumulator_bytes,
             share_bytes=4 * sequence * own.num_state,
-            gather_bytes=(gathers_among - 1) * piece_bytes(sizes.working_bytes, gathers_among),
+            gather_bytes=(gathers_among - 1) * piece_bytes(sizes.kept_bytes, gathers_among),
             added_bytes=sizes.added_bytes(completes=False),
             last_added_bytes=sizes.added_bytes(completes=True),
             parked_bytes=pools.parked_gradient(sizes)
@@ -98,5 +98,5 @@ class BlockSize:
     ) -> BlockSize:
         """Return the same with another optimizer; the arguments are those of `of`."""
         own = sizes if share is None else share.sizes
-        whole = own.working_bytes + own.remainder_bytes + own.optimizer_bytes(optimizer)
+        whole = own.plain_bytes + own.remainder_bytes + own.optimizer_bytes(optimizer)
         return replace(self, update_bytes=own.update_bytes(optimizer), whole_bytes=whole)

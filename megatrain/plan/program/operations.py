@@ -55,6 +55,9 @@ class Prices(Protocol):
     def down_s(self, nbytes: float) -> float:
         """Return the seconds of a copy to the host."""
 
+    def decode_s(self, block: int) -> float:
+        """Return the seconds in which the device makes values of a block's codes, if it has any."""
+
     def device_update_s(self, block: int) -> float:
         """Return the seconds of the update of a block on the device."""
 

@@ -291,11 +291,7 @@ def least_held(request: Request, tier: str) -> int | None:
 
 def with_activations_on_drives(request: Request) -> Request | None:
     """Return the same with saved activations on drives; None: there are none, or it is set."""
-    if (
-        request.spec.drives is None
-        or not request.optimizer.goes_on_drives
-        or request.choice.boundaries != AUTO
-    ):
+    if not request.may_use_drives or request.choice.boundaries != AUTO:
         return None
     return replace(request, choice=replace(request.choice, boundaries="nvme"))
 
@@ -316,7 +312,7 @@ def _smallest(request: Request) -> Iterator[Choice]:
 def _tiers(request: Request) -> list[frozenset[tuple[str, str]]]:
     if request.choice.tiers != AUTO:
         return [request.choice.tiers]
-    if request.spec.drives is None or not request.optimizer.goes_on_drives:
+    if not request.may_use_drives:
         return [frozenset()]
     moments = frozenset({("remainder", "nvme"), ("moments", "nvme")})
     on_drives = [moments, moments | {("working", "nvme")}]  # of which RAM takes what fits

@@ -23,7 +23,7 @@ def is_allowed(request: Request, choice: Choice) -> bool:
         return False
     if not may_be_resident(request, choice) and (choice.outer_resident or choice.resident_layers):
         return False
-    if choice.has_scratch_on_drives and (request.spec.drives is None or not request.optimizer.goes_on_drives):
+    if choice.has_scratch_on_drives and not request.may_use_drives:
         return False
     if choice.sums == "nvme" and not may_sum_on_drives(request):
         return False

@@ -33,8 +33,7 @@ def sum_options(request: Request) -> list[str]:
 
 def may_sum_on_drives(request: Request) -> bool:
     """Return whether sums may wait on drives: there is room for one of each gradient, of one rank."""
-    has_drives = request.spec.drives is not None and request.optimizer.goes_on_drives
-    return has_drives and request.batch.num_runs == request.batch.num_ranks == 1
+    return request.may_use_drives and request.batch.num_runs == request.batch.num_ranks == 1
 
 
 def least_sums(request: Request) -> list[str]:
@@ -100,8 +99,7 @@ def place_gradients(request: Request, choice: Choice) -> Choice:
 
 
 def _may_use_drives(request: Request, choice: Choice) -> bool:
-    has_drives = request.spec.drives is not None and request.optimizer.goes_on_drives
-    return has_drives and not choice.outer_resident and not choice.resident_layers
+    return request.may_use_drives and not choice.outer_resident and not choice.resident_layers
 
 
 def most_gradients_on_device(request: Request, choice: Choice) -> int:

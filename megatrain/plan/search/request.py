@@ -124,6 +124,12 @@ class Request:
         return find(self.optimizer_name, self.state)
 
     @cached_property
+    def may_use_drives(self) -> bool:
+        """Return whether anything may go on drives: there are some, and what is kept goes there."""
+        goes = self.optimizer.goes_on_drives and not self.anatomy.keeps_codes
+        return self.spec.drives is not None and goes
+
+    @cached_property
     def has_scratch(self) -> bool:
         """Return whether updates on the device are torch's operations, which take scratch memory."""
         spec = self.spec

@@ -19,6 +19,7 @@ from megatrain.model.weights.built import cast_buffers
 from megatrain.store.digests import drop_remainders_of_changed
 from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
+from megatrain.stream.attach.kept_base import refuse_beside_codes, require_loaded_for
 from megatrain.stream.forward.arrangement import only_on_device, places_of, residents_of
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.job.job import Job
@@ -65,6 +66,8 @@ def bind(
         residents=residents_of(choice, blocks),
         mirrors=choice.mirror_resident,
     )
+    if any(layout.encoded for layout in layouts):
+        refuse_beside_codes(choice, job)
     loaded: HostState | None = model.__dict__.get("_megatrain_host")
     is_for_this = loaded is not None and loaded.is_for(
         layouts, precision, job.tiers, job.optimizer, on_device
@@ -78,6 +81,7 @@ def bind(
             fits(held=loaded.host_bytes + loaded.planes.apart_bytes)
             loaded.limit = job.host_limit
             return binding
+    require_loaded_for(layouts)
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ModelError(f"parameter {name} has no data (it is on the meta device); use megatrain.load")

@@ -29,10 +29,11 @@ from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import implementation_of
 from megatrain.model.vocabulary import grow, rows_of
-from megatrain.model.weights.convert import Region
+from megatrain.model.weights.encoding import Region, WeightEncoding
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
 from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
+from megatrain.model.weights.kept import encoding_of, keep_encoded
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 from megatrain.store.arena import Arena, file_arena
 from megatrain.store.block_state import joined_rows
@@ -40,6 +41,7 @@ from megatrain.store.placement import Tiers
 from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
 from megatrain.stream.attach.bind import plan_layouts, require_same_weights
+from megatrain.stream.attach.kept_base import keep_base
 from megatrain.stream.choice_checks import refuse_on_drives
 from megatrain.stream.forward.arrangement import only_on_device, places_of, residents_of
 from megatrain.stream.job.job import Job
@@ -92,7 +94,8 @@ def load(
         host_limit: The host memory that the state may take, as in `attach`.
         tiers: The tiers, as in `attach`: each block goes straight to where it belongs. With `tiers.resumes`,
             weights are what is committed on the drives, and `path` gives the configuration.
-        adaptation: The part of the model that is trained, adapters among it; None: all of it.
+        adaptation: The part of the model that is trained, adapters among it; None: all of it. With a `base`
+            of `as_stored` the frozen weights of a checkpoint in MXFP4 or FP8 stay in its codes and scales.
         adapter: The directory with the weights of the adapters; None: they begin as PEFT begins, by `seed`.
         vocab_size: The number of rows of the embedding and the head, if the model has fewer: those for new
             tokens begin as the mean of the others. None: as many as the model has, or the embedding that was
@@ -107,7 +110,8 @@ def load(
     Raises:
         ModelError: The directory or the configuration cannot be used, with the reason.
         CapacityError: The state does not fit into host memory; nothing was allocated.
-        ConfigError: Neither or both of `path` and `config`, or an unknown precision or keyword.
+        ConfigError: Neither or both of `path` and `config`, an unknown precision or keyword, or a base that
+            cannot be kept as it is stored.
     """
     choice = read_choice(choice, fields)
     if (path is None) == (config is None):
@@ -143,6 +147,8 @@ def load(
     resumes = job.tiers is not None and job.tiers.resumes
     has_files = path is not None and (not resumes or has_weights(path))
     weights = PlannedWeights(model, path) if path is not None and has_files else None
+    if adaptation is not None and adaptation.keeps_codes:
+        keep_base(model, weights, adaptation, choice, job)
     if adapter is not None:
         vocab_size = max(vocab_size or 0, saved_vocabulary(model, Path(adapter)))
     grow(model, vocab_size)
@@ -180,7 +186,8 @@ def load(
             take_generation_config(model, path)
     elif weights is not None and not resumes:
         _bind_parameters(model, lambda name: _working(host, name))
-        weights.read(_Renamed(host, now, {name: len(p) for name, p in model.named_parameters() if p.ndim}))
+        sink = _Renamed(host, now, {name: len(p) for name, p in model.named_parameters() if p.ndim})
+        weights.read(sink, sink)
         _fill_adapters(model, host, adapter, seed)
     else:
         _draw(model, host, seed)
@@ -207,6 +214,14 @@ class _Renamed:
         for part, place in rows_of(value, num_rows):
             self._host.put(now, part, place)
 
+    def keeps(self, name: str) -> bool:
+        return self._host.places(self._names[name])[0][1].encoding is not None
+
+    def put_codes(
+        self, name: str, encoding: WeightEncoding, part: str, tensor: Tensor, region: Region
+    ) -> None:
+        encoding.put(part, self._host.codes_of(self._names[name])[part], region, tensor)
+
 
 def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path | None, seed: int) -> None:
     """Give the adapters of a loaded model, if it has any, the saved values or those that they begin with."""
@@ -215,7 +230,7 @@ def _fill_adapters(model: PreTrainedModel, host: HostState, adapter: str | Path 
         return
 
     def read(name: str) -> Tensor:  # of the base, which is frozen: the working weight is the whole value
-        return host.read_weight(name).to(torch.float32)
+        return host.value(name).to(torch.float32)
 
     initialise(model, read, host.put, seed=seed)
 
@@ -268,4 +283,5 @@ def _bind_parameters(model: PreTrainedModel, view: Callable[[str], Tensor]) -> N
             key = id(parameter)
             if key not in made:
                 made[key] = nn.Parameter(view(names[key]), requires_grad=parameter.requires_grad)
+                keep_encoded(made[key], encoding_of(parameter))
             module._parameters[leaf] = made[key]

@@ -22,6 +22,7 @@ from megatrain.hardware import GIB, HardwareSpec
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_model
+from megatrain.model.weights.kept import host_bytes_of
 from megatrain.plan.search.conservative import conservative
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import advise, with_ways_out
@@ -93,7 +94,7 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
             error,
         )
         return _conservative(model, choice, given), 0
-    own = sum(parameter.nbytes for parameter in model.parameters())  # becomes part of the state, or is freed
+    own = sum(map(host_bytes_of, model.parameters()))  # becomes part of the state, or is freed
     host: HostState | None = model.__dict__.get("_megatrain_host")
     if host is not None and host.has_drives:
         # the limit is `tiers.ram`, which the state has filled

@@ -172,7 +172,9 @@ class DeviceStates:
     def pulls(self) -> list[Operation]:
         """List the copies to the device of what the host has changed; they are to be run."""
         stale, self._stale = sorted(self._stale), set()
-        return [pull(block, self._nbytes(block)) for block in stale]
+        return [
+            pull(block, self._nbytes(block) + self._host.layouts[block].sizes.codes_bytes) for block in stale
+        ]
 
     def take_newer(self) -> list[int]:
         """Return the blocks that an update has changed on the device; they are to be copied home."""
@@ -214,7 +216,13 @@ class DeviceStates:
 
     def pull(self, block: int) -> Work:
         """Return the copy of a block's state to the device: its weights, of which every rank takes all."""
-        return partial(self._copy, self._pairs(block))
+        return partial(self._pull, block, self._pairs(block))
+
+    def _pull(self, block: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._copy(pairs)
+        state = self._host.blocks[block]
+        if state.layout.encoded:
+            self._slots.codes.bring(block, self._slots.place(block, -1), state.codes)
 
     def push(self, block: int) -> Work:
         """Return the copy of a block's state home, of several ranks of this one's share."""
@@ -229,12 +237,15 @@ class DeviceStates:
     ) -> list[tuple[Tensor, Tensor]]:
         """Pair the planes on the host with those on the device; only weights before there is an optimizer.
 
+        Encoded weights are in none: they never change, and come as codes.
+
         Args:
             block: The number of the block.
             of_share: Whether weights are this rank's share alone.
             planes: The names of those that are wanted; None: all.
         """
-        working, place = self._host.blocks[block].working, self._slots.place(block, -1)
+        edge = self._host.layouts[block].plain_bytes
+        working, place = self._host.blocks[block].working[:edge], self._slots.place(block, -1)[:edge]
         pairs = [(working, place)] if planes is None or "working" in planes else []
         if of_share and self._ranks.size > 1:
             layout = self._host.layouts[block]

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatrain.layout import pools
 from megatrain.layout.blocks import BlockLayout, Entry
 from megatrain.layout.totals import Residency
+from megatrain.stream.execute.codes import Codes
 from megatrain.stream.lanes import Lanes
 
 
@@ -32,6 +33,8 @@ class Slots:
         self._resident = {
             block: lanes.allocate(pools.resident_weights(layouts[block].sizes)) for block in blocks.staying
         }
+        self.codes = Codes(lanes, layouts, blocks)
+        """The way of encoded weights to these places."""
         self._aliases: dict[tuple[int, int], list[Tensor]] = {}
         self._places: dict[tuple[int, int], Tensor] = {}
 
@@ -39,6 +42,7 @@ class Slots:
         """Give the device memory back."""
         self._lanes.free([*self._slots, *self._resident.values()])
         self._slots, self._resident = [], {}
+        self.codes.release()
         self._aliases.clear()
         self._places.clear()
 

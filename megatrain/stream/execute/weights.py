@@ -71,6 +71,8 @@ class Weights:
         target = self._slots.place(block, slot)
         if in_pieces:
             return partial(self._fetch_piece, target, source)
+        if self._host.layouts[block].encoded:
+            return partial(self._slots.codes.fetch, block, target, source)
         return partial(self._lanes.copy, target, source)
 
     def _fetch_piece(self, target: Tensor, source: Tensor) -> None:

@@ -19,7 +19,9 @@ from megatrain.model.expert_products import Factors
 from megatrain.model.experts import experts_of
 from megatrain.model.routes import Count, Router, Routes, routers_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
+from megatrain.model.weights.kept import give_values
 from megatrain.store.digests import note_weights
+from megatrain.store.read_in import require_room
 from megatrain.store.state import HostState
 from megatrain.stream.activations.boundaries import Boundaries
 from megatrain.stream.activations.offload import OffloadedActivations
@@ -31,6 +33,8 @@ from megatrain.stream.job.job import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_VALUES = "the values of weights that are kept as stored (lora.base) take"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +73,27 @@ class Binding:
             base = state.working.data_ptr()
             for entry in state.layout.entries:
                 parameter = block.parameters[entry.name]
+                is_kept = entry.encoding is not None and parameter.is_meta
                 place = parameter.data_ptr() + entry.first_index * parameter.itemsize
-                if place != base + entry.byte_offset:
+                if not is_kept and place != base + entry.byte_offset:
                     return entry.name
         return None
 
-    def give_back(self) -> None:
+    def give_back(self, model: PreTrainedModel) -> None:
         """Let go of what training has taken, and leave the weights to whoever changes or attaches them."""
         self.host.planes.release_training()
         note_weights(self.host)
+        give_values(model, self.host.value)
+
+    def require_room_for_values(self) -> None:
+        """Refuse to give weights back that are kept in codes, if the machine has no room for their values.
+
+        Raises:
+            CapacityError: It has none.
+        """
+        nbytes = sum(layout.sizes.decoded_bytes for layout in self.host.layouts)
+        if nbytes:
+            require_room(nbytes, _VALUES, "save the adapters, and load the model again")
 
     @property
     def hooked(self) -> str | None:

@@ -24,6 +24,7 @@ from megatrain.model.head.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import RowSums, Share
+from megatrain.model.weights.kept import refuse_to_save
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.compiled import Compiler
@@ -125,6 +126,8 @@ class ModelForward:
             self._overrides.replace(module, partial(self._enter, module.forward, module))
             # `save_pretrained` and Trainer read the weights this way, with updates still running
             self._overrides.before_state_dict(module, sync)
+        if any(layout.encoded for layout in self._arrangement.host.layouts):
+            self._overrides.put(self._model, "save_pretrained", refuse_to_save)
         for block in self._arrangement.outer:
             refuse_calls_beside(block, self._overrides, self._arrangement.host, self._runs)
             if block.block.caller is not None:

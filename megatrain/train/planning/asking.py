@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, build_config, set_keys
+from megatrain.config.adaptation import AS_STORED
 from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import as_begun, with_rows, with_step
@@ -185,7 +186,12 @@ def ask(
         model=place,
         recount=recount,
         count_s=time.perf_counter() - began_s,
-        notes=(*_defaults_note(given, config), *_budget_note(request), *notes),
+        notes=(
+            *_defaults_note(given, config),
+            *_budget_note(request),
+            *_base_note(config, model.quant_method),
+            *notes,
+        ),
         data=data,
     )
 
@@ -248,6 +254,8 @@ def make_request(
     Raises:
         ConfigError: There are more resident layers than the model has.
     """
+    if config.lora.base == AS_STORED:
+        _require_one_rank(spec)
     drives, rated = spec.drives, config.hardware.rated_bytes_written
     if drives is not None and rated is not None:
         spec = replace(spec, drives=replace(drives, rated_bytes_written=float(rated)))
@@ -270,6 +278,19 @@ def make_request(
         host_limit=config.memory.host_budget,
         choice=config.choice.for_layers(len(anatomy.layers)),
     )
+
+
+def _require_one_rank(spec: HardwareSpec) -> None:
+    """Refuse several ranks beside a base that is kept as stored.
+
+    Raises:
+        ConfigError: Several would train on the machine.
+    """
+    if spec.num_ranks > 1:
+        raise ConfigError(
+            f"lora.base is as_stored, which {spec.num_ranks} ranks cannot share; use one GPU (--gpus 1), or "
+            "lora.base=dequantised"
+        )
 
 
 def _model_path(raw: Mapping[str, Any]) -> str:
@@ -302,6 +323,16 @@ def _budget_note(request: Request) -> list[str]:
     if request.compiles or request.budget == ALL:
         return []
     return [f"train.activation_budget is {request.budget:g}, but layers are not compiled: it does nothing"]
+
+
+def _base_note(config: Config, method: str | None) -> list[str]:
+    """Return a note on a base that could stay in its codes, and is planned in values."""
+    if config.lora.r is None or config.lora.base == AS_STORED or method not in ("mxfp4", "fp8"):
+        return []
+    return [
+        f"the base comes in {method} and is planned in {config.train.precision}; lora.base=as_stored keeps "
+        "it in its codes, in RAM and on the link, to the same bits"
+    ]
 
 
 def _defaults_note(given: Config, config: Config) -> list[str]:

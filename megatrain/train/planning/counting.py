@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
 from megatrain.data.context import context_length
+from megatrain.errors import ModelError, os_errors
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.anatomy_cache import KeptCounts, anatomy_json, key_of, read_anatomy
@@ -73,6 +74,17 @@ class PlannedModel:
         self._save(key, {"context": context or 0})
         return context
 
+    @cached_property
+    def quant_method(self) -> str | None:
+        """Return the format of the weights, where the configuration is here and names one; else None."""
+        try:
+            values = json.loads(self._source or b"{}")
+        except ValueError:  # who reads it to count the model says so
+            return None
+        levels = [values, *(each for each in values.values() if isinstance(each, dict))]
+        found = (level.get("quantization_config") for level in levels)
+        return next((each.get("quant_method") for each in found if isinstance(each, dict)), None)
+
     def count(self, config: Config, device_type: str, **changes: Any) -> Anatomy:
         """Count the model for the batch and the precision of a run, with `changes` to them.
 
@@ -111,6 +123,8 @@ class PlannedModel:
 
     def _shape_of(self, config: Config, device_type: str, **changes: Any) -> dict[str, Any]:
         shape = shape_of(config, device_type, packing=self._packing, **changes)
+        if config.adaptation is not None and config.adaptation.keeps_codes:
+            shape["base"] = self._place
         if self._document_len is not None and shape["attn_implementation"] is not None:
             shape["document_len"] = self._document_len
         return shape
@@ -215,9 +229,17 @@ def _key_of_process(model_config: PretrainedConfig, shape: dict[str, Any]) -> tu
 
 
 def _plain(shape: dict[str, Any]) -> dict[str, Any]:
-    """Return a shape as plain values, which name a cached count."""
+    """Return a shape as plain values, which name a cached count; the files of a base that it is of, too."""
     adaptation = shape.get("adaptation")
-    return shape if adaptation is None else {**shape, "adaptation": asdict(adaptation)}
+    files = {"files": _files_of(Path(shape["base"]))} if "base" in shape else {}
+    return {**shape, **files} | ({} if adaptation is None else {"adaptation": asdict(adaptation)})
+
+
+def _files_of(place: Path) -> list[list[Any]]:
+    """Return the names, sizes and times of a model's files of weights; none where they are not here."""
+    found = sorted(place.glob("*.safetensors")) if place.is_dir() else []
+    with os_errors("read", place, ModelError):
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in found]
 
 
 def _read(kept: Any) -> Anatomy:

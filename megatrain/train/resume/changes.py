@@ -31,7 +31,7 @@ def changed_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
         f"{key} {then[key]} -> {value}"
         for key, value in now.items()
         if key.startswith(numeric)
-        and key not in ("train.device", "parallel.gather")
+        and key not in ("train.device", "parallel.gather", "lora.base")
         and then[key] != value
         and (key, value) not in _LEFT_OPEN
     ]

@@ -52,13 +52,13 @@ def scaled(values: Tensor, scales: Tensor, times: int) -> Tensor:
     """Multiply values in place by the scales of their groups, of which the last one may have fewer.
 
     Args:
-        values: (rows, columns) in fp32.
-        scales: (rows, groups).
+        values: (..., columns) in fp32.
+        scales: (..., groups).
         times: The columns of a group.
     """
-    whole = values.shape[1] // times
-    values[:, : whole * times].unflatten(1, (whole, times)).mul_(scales[:, :whole, None])
-    values[:, whole * times :].mul_(scales[:, whole:])
+    whole = values.shape[-1] // times
+    values[..., : whole * times].unflatten(-1, (whole, times)).mul_(scales[..., :whole, None])
+    values[..., whole * times :].mul_(scales[..., whole:])
     return values
 
 
@@ -88,16 +88,22 @@ def power_for(largest: Tensor, most: float) -> Tensor:
 
 
 @cache
-def _pairs() -> Tensor:
+def fp4_pairs(device: torch.device) -> Tensor:
     """Return the two values of each byte, that of the low four bits first, as two bf16 in one int32."""
     codes = torch.arange(256)
     values = torch.tensor(_FP4, dtype=torch.bfloat16)
-    return torch.stack([values[codes & 15], values[codes >> 4]], dim=1).view(torch.int32).flatten()
+    return torch.stack([values[codes & 15], values[codes >> 4]], dim=1).view(torch.int32).flatten().to(device)
+
+
+@cache
+def power_table(device: torch.device) -> Tensor:
+    """Return the scale of each E8M0 code, as `powers` does."""
+    return powers(torch.arange(256, dtype=torch.uint8)).to(device)
 
 
 def fp4(packed: Tensor) -> Tensor:
     """Return the values of E2M1 codes, two per byte, in bf16: (..., N) bytes become (..., 2 N)."""
-    pairs = _pairs().index_select(0, packed.reshape(-1).view(torch.uint8).int())
+    pairs = fp4_pairs(packed.device).index_select(0, packed.reshape(-1).view(torch.uint8).int())
     return pairs.view(torch.bfloat16).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 

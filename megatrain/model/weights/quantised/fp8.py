@@ -6,20 +6,33 @@ multiplies), of FBGEMM and of ModelOpt (`weight_scale`); OCP 8-bit Floating Poin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import ModelError
+from megatrain.layout.encoding import Part, Scratch
 from megatrain.model.weights.convert import Making, Source
-from megatrain.model.weights.quantised.arithmetic import by_rows, fp4, power_for, powers, scaled, stacked
+from megatrain.model.weights.encoding import Region, WeightEncoding
+from megatrain.model.weights.quantised.arithmetic import (
+    by_rows,
+    fp4,
+    power_for,
+    powers,
+    scaled,
+    stacked,
+)
 from megatrain.model.weights.quantised.quantisation import Parts, Quantisation, require_shape, value_of
 
-CODES = ("F8_E4M3", "F8_E5M2")
-"""The dtypes of codes."""
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+"""The dtypes of codes, as safetensors and as torch spell them."""
+
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 _SCALES = ("_scale_inv", "_scale")
 """The endings of the name of a weight's scales; both multiply."""
@@ -76,17 +89,104 @@ def fp8_weight(codes: Source, scales: Source, block: Any = None, *, is_fp4: bool
     size = (1, _MX_BLOCK) if is_fp4 else _block_of(codes, scales, block)
     if is_fp4:
         require_shape(scales, (*shape[:-1], shape[-1] // _MX_BLOCK))
-    if scales.dtype not in ("F32", "BF16", "F16", "F8_E8M0", "U8"):
+    if scales.dtype not in _SCALE_DTYPES:
         raise ModelError(f"{scales.file}: {scales.key} has dtype {scales.dtype}, which scales never have")
-    made = partial(_decoded, shape=shape, block=size, is_fp4=is_fp4)
-    encode = None if is_fp4 else partial(_encoded, block=size)
-    return Source(
-        key=codes.key,
-        file=codes.file,
-        shape=shape,
-        dtype="BF16",
-        making=Making({"codes": codes, "scales": scales}, made, encode),
-    )
+    parts = {"codes": codes, "scales": scales}
+    if is_fp4:
+        making = Making(parts, partial(_decoded_fp4, shape=shape))
+    else:
+        encoding = Fp8Encoding(shape, size, CODES[codes.dtype])
+        making = Making(parts, encoding.decoded, partial(_encoded, encoding=encoding), encoding)
+    return Source(key=codes.key, file=codes.file, shape=shape, dtype="BF16", making=making)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Encoding(WeightEncoding):
+    """Codes of 8 bits in the shape of the weight, with a scale for each block of its matrices."""
+
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    """The rows and columns of a block, of which the last ones may be smaller."""
+    dtype: torch.dtype
+    """The type of the codes."""
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Return the codes, and the scales as a grid, in fp32, which has all values of the other types."""
+        *stack, rows, columns = self.shape if len(self.shape) > 1 else (*self.shape, 1)
+        grid = *stack, -(-rows // self.block[0]), -(-columns // self.block[1])
+        return {"codes": Part(self.shape, self.dtype), "scales": Part(grid, torch.float32)}
+
+    def of_all(self, shape: tuple[int, ...], regions: Sequence[Region]) -> Fp8Encoding | None:
+        """Return the encoding of weights that are stacked, or joined at edges of blocks."""
+        if len(shape) < 2:
+            return None
+        for region in regions:
+            for place, size, step in zip(_last_two(region, len(shape)), shape[-2:], self.block, strict=True):
+                start, stop, _ = place.indices(size)
+                if start % step or (stop % step and stop != size):
+                    return None
+        return replace(self, shape=shape)
+
+    def put(self, name: str, place: Tensor, region: Region, tensor: Tensor) -> None:
+        """Write codes of a file's weight where it is, and its scales where those of its blocks are."""
+        if name == "codes":
+            place[region].view(torch.uint8).copy_(tensor.view(torch.uint8))
+            return
+        steps = zip(_last_two(region, place.ndim), self.shape[-2:], self.block, strict=True)
+        blocks = [slice((at.start or 0) // step, -(-(at.stop or size) // step)) for at, size, step in steps]
+        where = (*region[: place.ndim - 2], ..., *blocks)
+        place[where] = self._grid_of(tensor)
+
+    def _grid_of(self, scales: Tensor) -> Tensor:
+        """Return the scales of a file as the grid of this weight: one for a stack is that of each matrix."""
+        grid = self.parts["scales"].shape
+        return _as_floats(scales).reshape(-1, *grid[-2:]).expand(prod(grid[:-2]), -1, -1).reshape(grid)
+
+    def of_file(self, parts: Parts) -> Parts:
+        """Return the parts of a weight of a file, as they are kept."""
+        return {"codes": parts["codes"], "scales": self._grid_of(parts["scales"])}
+
+    def decode(self, parts: Parts, out: Tensor, scratch: Scratch) -> None:
+        """Write the values; see `Encoding`."""
+        matrix = self.shape if len(self.shape) > 1 else (*self.shape, 1)
+        stacks = (stacked(each.view(*matrix)) for each in (parts["codes"], out))
+        for codes, values, scales in zip(*stacks, stacked(parts["scales"]), strict=True):
+            for piece in _pieces(len(codes), self.block[0], scratch.numel // max(matrix[-1], 1)):
+                scratch.begin()
+                made = scratch.take((len(piece), matrix[-1]), torch.float32)
+                made.copy_(codes[piece.start : piece.stop])
+                self._scale(made, scales[piece.start // self.block[0] :])
+                target = values[piece.start : piece.stop]
+                target.copy_(made)
+                if out.dtype != torch.bfloat16:
+                    scratch.begin()
+                    target.copy_(scratch.take((len(piece), matrix[-1]), torch.bfloat16).copy_(target))
+
+    def _scale(self, values: Tensor, scales: Tensor) -> None:
+        """Multiply some rows in place by their scales, which begin with those of the first row."""
+        height, width = self.block
+        whole = len(values) // height
+        scaled(values[: whole * height].unflatten(0, (whole, height)), scales[:whole, None], width)
+        if len(values) % height:
+            scaled(values[whole * height :], scales[whole, None], width)
+
+
+def _pieces(rows: int, height: int, most: int) -> Iterator[range]:
+    """Yield ranges of about so many rows at most: of whole blocks, or inside of one."""
+    step = max(1, most) if most < height else most // height * height
+    for start in range(0, rows, height if step < height else step):
+        stop = min(start + max(step, height), rows)
+        for first in range(start, stop, step):
+            yield range(first, min(first + step, stop))
+
+
+def _last_two(region: Region, num_dims: int) -> tuple[slice, slice]:
+    """Return the rows and columns of a region in a stack of matrices."""
+    rows, columns = (*region, *[slice(None)] * (num_dims - len(region)))[-2:]
+    assert isinstance(rows, slice)
+    assert isinstance(columns, slice)
+    return rows, columns
 
 
 def _is_block(found: Any) -> bool:
@@ -117,29 +217,23 @@ def _block_of(codes: Source, scales: Source, block: Any) -> tuple[int, int]:
     )
 
 
-def _decoded(parts: Parts, shape: tuple[int, ...], block: tuple[int, int], *, is_fp4: bool) -> Tensor:
-    height, width = block
-    matrix = shape if len(shape) > 1 else (*shape, 1)
-    codes = stacked(parts["codes"].reshape(*matrix[:-1], -1))
-    scales = _as_floats(parts["scales"]).reshape(-1, -(-matrix[-2] // height), -(-matrix[-1] // width))
-    scales = scales.expand(len(codes), -1, -1)
+def _decoded_fp4(parts: Parts, shape: tuple[int, ...]) -> Tensor:
+    codes, scales = stacked(parts["codes"]), stacked(_as_floats(parts["scales"]))
 
     def rows(number: int, piece: slice) -> Tensor:
-        values = fp4(codes[number, piece]) if is_fp4 else codes[number, piece]
-        of_rows = scales[number].index_select(0, torch.arange(piece.start, piece.stop) // height)
-        return scaled(values.float(), of_rows, width)
+        return scaled(fp4(codes[number, piece]).float(), scales[number, piece], _MX_BLOCK)
 
-    return by_rows(matrix, rows).view(shape)
+    return by_rows(shape, rows)
 
 
-def _encoded(old: Parts, value: Tensor, block: tuple[int, int]) -> dict[str, Tensor]:
+def _encoded(old: Parts, value: Tensor, encoding: Fp8Encoding) -> dict[str, Tensor]:
     """Return the codes and scales of a value; see `megatrain.model.weights.requantise`."""
-    height, width = block
+    height, width = block = encoding.block
     codes, grid = old["codes"].clone(), old["scales"].clone()
     matrix = codes.shape if codes.ndim > 1 else (*codes.shape, 1)
     size = -(-matrix[-2] // height), -(-matrix[-1] // width)
     most = torch.finfo(codes.dtype).max
-    before = _decoded(old, tuple(codes.shape), block, is_fp4=False)
+    before = encoding.decoded(old)
     stack = [each.reshape(-1, *matrix[-2:]) for each in (codes, before, value)]
     scales = grid.view(-1, *size)
     for number in range(len(scales)):

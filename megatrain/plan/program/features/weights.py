@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatrain.plan.program.block_size import BlockSize
 from megatrain.plan.program.buffers import weights_buffer
 from megatrain.plan.program.kinds import Lane
-from megatrain.plan.program.operations import Operation, Parts, Touched, Work
+from megatrain.plan.program.operations import Operation, Parts, Prices, Touched, Work
 from megatrain.plan.program.read_ahead import read_ahead
 
 
@@ -23,7 +23,7 @@ class Fetch(Operation):
     is_piece: bool = False
     """It copies a rank's piece of the weights, and a gather follows."""
 
-    label, lane, moves, rate = "fetch", Lane.FETCH, "fetch_bytes", "up_s"
+    label, lane, moves = "fetch", Lane.FETCH, "fetch_bytes"
 
     def touches(self) -> Touched:
         """Say that it reads the weights in RAM, or a page, and writes the block's place on the device."""
@@ -37,6 +37,10 @@ class Fetch(Operation):
     def work(self, parts: Parts) -> Work:
         """Return the copy."""
         return parts.weights.fetch(self.block, self.slot, page=self.page, in_pieces=self.is_piece)
+
+    def seconds(self, prices: Prices) -> float:
+        """Return the seconds of the copy, and of making values of codes behind it."""
+        return prices.up_s(self.nbytes) + prices.decode_s(self.block)
 
     def settle(self, parts: Parts) -> None:
         """Note what the slot holds."""

@@ -112,13 +112,22 @@ QUANTISED: dict[str, tuple[PretrainedConfig, Callable[..., dict[str, Tensor]], d
 def write(kind: str, place: Path, config: PretrainedConfig | None = None) -> Path:
     """Write a checkpoint of a kind, drawn at random: a tiny one, or of a configuration."""
     tiny, quantise, more = QUANTISED[kind]
-    config = tiny if config is None else config
+    return write_quantised(place, config or tiny, quantise, {"quant_method": kind.split()[0], **more})
+
+
+def write_quantised(
+    place: Path,
+    config: PretrainedConfig,
+    quantise: Callable[..., dict[str, Tensor]],
+    settings: dict[str, Any],
+) -> Path:
+    """Write a checkpoint of a configuration, drawn at random, with its `quantization_config`."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place)
     tensors = quantise(load_file(place / "model.safetensors"))
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((place / "config.json").read_text())
-    values["quantization_config"] = {"quant_method": kind.split()[0], **more}
+    values["quantization_config"] = settings
     (place / "config.json").write_text(json.dumps(values))
     return place
 
