@@ -13,10 +13,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BartConfig,
+    Blip2Config,
     Gemma3Config,
     LlamaConfig,
     LlavaConfig,
     Mistral3Config,
+    PI0Config,
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
@@ -142,6 +144,12 @@ def test_a_text_model_of_such_a_kind_is_not_refused() -> None:
     assert maker_of(Qwen3_5Config(text_config=TEXT, vision_config=_VISION)) is AutoModelForImageTextToText
 
 
+@pytest.mark.parametrize(("make", "needed"), [(Blip2Config, "pixel_values"), (PI0Config, "state")])
+def test_a_class_that_needs_more_than_text_is_refused(make: type[PretrainedConfig], needed: str) -> None:
+    with pytest.raises(ModelError, match=f"takes no rows of text alone, .*: it needs {needed} too"):
+        maker_of(make())
+
+
 def kept_whole(config: PretrainedConfig, directory: Path) -> int:
     """Save, load and export a model; hold every tensor and its kind, and return how many there are."""
     random_model(config).save_pretrained(directory / "source")
@@ -170,16 +178,20 @@ def test_a_model_for_images_and_text_is_kept_whole_with_its_towers_frozen(kind: 
     assert "language_model" in trained
 
 
-def test_adapters_are_put_into_the_language_model_alone(tmp_path: Path) -> None:
-    model = build_skeleton(IMAGES_AND_TEXT["qwen3_vl"](), dtype=torch.float32)
+@pytest.mark.parametrize("make", [IMAGES_AND_TEXT["qwen3_vl"], gemma3], ids=["qwen3_vl", "gemma3"])
+def test_adapters_are_put_into_the_language_model_alone(make: Callable[[], PretrainedConfig]) -> None:
+    model = build_skeleton(make(), dtype=torch.float32)
     adapt(model, Adaptation(lora=LoraChoice(r=2, alpha=4.0)))
     adapted = {name for name, _ in model.named_parameters() if "lora_" in name}
     assert len(adapted) == 2 * 7 * 4
     assert all(name.startswith("model.language_model.layers.") for name in adapted)
 
 
-def test_a_model_that_is_whole_keeps_its_tower(tmp_path: Path) -> None:
+def test_a_language_model_with_a_tower_keeps_it_frozen(tmp_path: Path) -> None:
     assert kept_whole(gemma3(), tmp_path) == 104
+    model = build_skeleton(gemma3(), dtype=torch.float32)
+    frozen = {name.split(".")[1] for name, value in model.named_parameters() if not value.requires_grad}
+    assert frozen == {"vision_tower", "multi_modal_projector"}
 
 
 WHOLE = {
