@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -102,6 +105,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+_PACKAGE = Path(__file__).parents[2]
+_TRANSFORMERS = Path(transformers.__file__).parent
 
 
 class Counter:
@@ -227,6 +234,13 @@ class Counter:
                 f"the {self.model.config.model_type} model decides by the values of its activations what it "
                 f"computes ({error.func}), so its cost cannot be counted before a run"
             ) from error
+        except Exception as error:  # a class refuses in a way of its own what it does not take
+            if not _is_of_model(error):
+                raise
+            raise ModelError(
+                f"{type(self.model).__name__} of transformers {transformers.__version__} does not run on "
+                f"rows of text alone, which are what is trained here: {first_line(error)}"
+            ) from error
 
     def group_of(self, module: nn.Module) -> Sequence[int]:
         """Return the blocks of a layer."""
@@ -351,3 +365,12 @@ def _saved_bytes(policy: Policy, trace: Trace) -> Any:
     if policy.is_offloaded:
         return trace.offloaded_bytes
     return trace.saved_bytes if policy.keeps_boundary else 0
+
+
+def _is_of_model(error: Exception) -> bool:
+    """Whether an error comes from a model's own code, or from what that calls."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = max(
+        number for number, file in enumerate(files) if file == __file__ or _PACKAGE in Path(file).parents
+    )
+    return any(_TRANSFORMERS in Path(file).parents for file in files[ours:])
