@@ -205,6 +205,10 @@ def _tiny(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sized(name: Any, value: Any) -> Any:
+    if name == "per_layer_config":  # layers that differ from the others, which the sizes of all would undo
+        return {
+            n: {**_tiny(own), **{key: 16 for key in own if key == "head_dim"}} for n, own in value.items()
+        }
     if isinstance(value, dict):
         return value if name in ("id2label", "label2id") else _tiny(value)
     if name == "mrope_section" and value is not None:
