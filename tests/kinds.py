@@ -73,6 +73,11 @@ SIZES: dict[str, int] = {
 }
 """The most that a size may be, by its name in configurations."""
 
+WITH_TOWERS = {
+    **{name: {"vision_config": {"model_type": f"{name}_vision"}} for name in ("gemma4", "gemma4_unified")},
+}
+"""Kinds that have no tower by default."""
+
 DROPPED = object()
 """In the place of a value: the configuration makes it of others."""
 
@@ -164,7 +169,7 @@ def tiny_config(name: str, **own: Any) -> PretrainedConfig:
         **own: Values that it gets beside its own ones.
     """
     kind = CONFIG_MAPPING[name]
-    values = kind(**COMPLETED.get(name, {})).to_dict()
+    values = kind(**COMPLETED.get(name, {}), **WITH_TOWERS.get(name, {})).to_dict()
     way = small._WAYS[0]
     few = small._shrunk(values, way, small._divisor(values, way))
     made: PretrainedConfig = kind(
