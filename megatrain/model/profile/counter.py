@@ -107,8 +107,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-_PACKAGE = Path(__file__).parents[2]
-_TRANSFORMERS = Path(transformers.__file__).parent
+_TORCH, _TRANSFORMERS = (Path(str(package.__file__)).parent for package in (torch, transformers))
 
 
 class Counter:
@@ -368,9 +367,6 @@ def _saved_bytes(policy: Policy, trace: Trace) -> Any:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Whether an error comes from a model's own code, or from what that calls."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    ours = max(
-        number for number, file in enumerate(files) if file == __file__ or _PACKAGE in Path(file).parents
-    )
-    return any(_TRANSFORMERS in Path(file).parents for file in files[ours:])
+    """Whether an error comes from code of transformers, or from an operation of torch that it calls."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return [file for file in files if _TORCH not in file.parents][-1].is_relative_to(_TRANSFORMERS)
