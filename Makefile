@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # compiled once, not by each process that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test check lint docs pages parity triton clean
+.PHONY: setup demo test check lint docs pages models parity triton clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ docs: setup
 pages: setup
 	$(BIN)/python -c "from megatrain.config.page import *; write_configuration_page()"
 	$(BIN)/python -c "from megatrain.cli.page import *; write_cli_page()"
+
+# Checks each family of docs/models.md from file to file, and writes the page; five minutes on one core.
+models: setup
+	$(BIN)/python -m benchmarks.models
 
 # 0.7 GB, which `make setup` leaves out: without it the tests of kernels are skipped.
 triton: setup

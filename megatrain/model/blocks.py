@@ -32,7 +32,8 @@ from megatrain.model.weights.kept import encoding_of
 from megatrain.model.weights.parts import beside_text
 
 _STREAMED_SHARE = 0.05
-"""A list of layers with less than this share of the parameters (a small tower) stays resident."""
+"""A list of layers with less than this share of the parameters (a small tower) stays resident; the largest of
+a language model never does."""
 
 _FRAGMENT_SHARE = 0.1
 """A part of a layer with less than this share of its parameters (a norm) joins a larger part."""
@@ -110,13 +111,13 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False, expert_chunk
     Raises:
         ModelError: The model has no list of decoder layers.
     """
-    layers = _streamed_layers(model)
+    beside = beside_text(model)
+    layers = _streamed_layers(model, beside)
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no list of decoder layers to stream (a ModuleList of "
             "GradientCheckpointingLayer, or of classes in _no_split_modules); it cannot be streamed"
         )
-    beside = beside_text(model)
     inner = [Block(name=name, module=module, is_beside=is_beside(module, beside)) for name, module in layers]
     last = [block.name for block in inner if not block.is_beside][-1:] or [inner[-1].name]
     inner.sort(key=lambda block: block.is_beside)
@@ -346,7 +347,7 @@ def _choose_owner(users: list[Block], shared: Block) -> Block:
     return next((user for user in users if not user.is_streamed), shared)
 
 
-def _streamed_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def _streamed_layers(model: PreTrainedModel, beside: set[int]) -> list[tuple[str, nn.Module]]:
     no_split = {
         name
         for module in model.modules()
@@ -369,7 +370,8 @@ def _streamed_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     ]
     sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in outermost}
     total = sum(p.numel() for p in model.parameters())
-    largest = max(sizes.values(), default=0)
+    of_text = [path for path, module in outermost if not is_beside(module, beside)]
+    largest = max((sizes[path] for path in of_text or sizes), default=0)
     layers: dict[int, tuple[str, nn.Module]] = {}
     for path, module in outermost:
         if sizes[path] == largest or sizes[path] >= _STREAMED_SHARE * total:

@@ -190,7 +190,8 @@ def _shrunk(values: Mapping[str, Any], way: _Way, by: int) -> dict[str, Any]:
 
 def _sizes(values: Mapping[str, Any], way: _Way, by: int) -> dict[str, int]:
     """Return the small sizes among some values, divided by a number where they are widths or heads."""
-    small = {name: _size(name, value, way, by) for name, value in values.items() if _is_size(value)}
+    given = ((name, value) for name, value in values.items() if isinstance(name, str) and _is_size(value))
+    small = {name: _size(name, value, way, by) for name, value in given}
     return {name: value for name, value in small.items() if value is not None}
 
 

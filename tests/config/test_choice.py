@@ -63,6 +63,7 @@ def test_defaults_are_the_plainest() -> None:
         boundaries="device",
         outer_streams=False,
         fragments=False,
+        expert_chunks=1,
         resident_layers=0,
         outer_resident=False,
         mirror_resident=True,

@@ -90,6 +90,14 @@ def test_documents_of_models_for_images_are_tried_and_not_read_from_their_code()
     assert found == dict.fromkeys(("qwen3_vl", "mistral3", "llava"))
 
 
+def test_layers_of_the_language_model_stream_however_large_a_tower_is() -> None:
+    model = make_model(gemma3(**{**TOWER, "hidden_size": 256, "intermediate_size": 1024}))
+    layers = [block for block in find_blocks(model) if block.is_streamed]
+    sizes = [sum(value.numel() for value in block.parameters.values()) for block in layers]
+    assert sum(sizes[:4]) < 0.05 * sum(sizes)
+    assert [block.is_beside for block in layers] == [False] * 4 + [True] * 3
+
+
 def test_layers_that_text_does_not_pass_are_counted_by_their_size_alone() -> None:
     model = make_model(gemma3(**TOWER))
     anatomy = count_model(model, micro_batch_size=1, seq_len=16, precision="fp32", device_type="cpu")

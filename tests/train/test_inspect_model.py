@@ -12,6 +12,7 @@ from megatrain.cli import main
 from megatrain.errors import ModelError
 from megatrain.train.commands.inspect_model import inspect_model
 from tests.hf.setups import tokenizer
+from tests.kinds import tiny_model
 from tests.model.resident import random_model
 from tests.model.weights.quantised.test_checkpoints import write
 from tests.model.weights.test_parts import IMAGES_AND_TEXT
@@ -59,6 +60,15 @@ def test_a_model_for_images_has_a_frozen_tower(tmp_path: Path) -> None:
     text = "\n".join(found.lines())
     assert "frozen      model.vision_tower, " in text
     assert "rows of text do not use them" in text
+
+
+def test_what_a_class_freezes_itself_is_no_tower(tmp_path: Path) -> None:
+    """AFMoE's routers have biases that they correct themselves."""
+    tiny_model("afmoe").save_pretrained(tmp_path)
+    found = inspect_model(str(tmp_path))
+    assert found.towers == {}
+    assert found.num_params - found.num_trained == found.fixed["model.layers"] > 0
+    assert "parameters of model.layers, which no gradient changes" in "\n".join(found.lines())
 
 
 def test_a_file_that_is_damaged_is_refused_before_its_weights(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.hardware.accelerators import vendor_of
 from megatrain.model.documents import varlen
 from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
+from megatrain.model.layer_configs import layer_configs
 from megatrain.model.small import try_small_model
 
 if TYPE_CHECKING:
@@ -129,20 +130,27 @@ def why_not(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
     text = config.get_text_config()
     if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')}, only bfloat16 and float16"
-    dims = [dim for name in _HEAD_DIMS if (dim := getattr(text, name, None))]
-    dims = dims or [text.hidden_size // text.num_attention_heads]
+    layers = layer_configs(text)
+    dims = [dim for layer in layers for name in _HEAD_DIMS if (dim := getattr(layer, name, None))]
+    dims = dims or [text.hidden_size // layer.num_attention_heads for layer in layers]
     if any(dim > _MOST_HEAD_DIM or dim % _HEAD_DIM_STEP or dim in _NO_HEAD_DIMS for dim in dims):
         low, high = _NO_HEAD_DIMS[0], _NO_HEAD_DIMS[-1]
         return (
             f"heads of {max(dims)}, only of multiples of {_HEAD_DIM_STEP} up to {_MOST_HEAD_DIM}, and none "
             f"of {low} to {high}"
         )
-    if getattr(text, "v_head_dim", None) != getattr(text, "qk_head_dim", getattr(text, "v_head_dim", None)):
+    if any(_has_two_sizes(layer) for layer in layers):
         return "keys and values of two sizes"
     for name, value in text.to_dict().items():
         if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
             return f"dropout in attention ({name}={value:g})"
     return why_not_without_mask(config)
+
+
+def _has_two_sizes(layer: PretrainedConfig) -> bool:
+    """Whether keys and values of a layer have heads of two sizes."""
+    value_dim = getattr(layer, "v_head_dim", None)
+    return bool(value_dim != getattr(layer, "qk_head_dim", value_dim))
 
 
 _FOUND: dict[str, str | None] = {}

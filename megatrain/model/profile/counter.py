@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -107,6 +110,9 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+_TORCH, _TRANSFORMERS = (Path(str(package.__file__)).parent for package in (torch, transformers))
 
 
 class Counter:
@@ -235,6 +241,13 @@ class Counter:
             raise ModelError(
                 f"the {self.model.config.model_type} model decides by the values of its activations what it "
                 f"computes ({error.func}), so its cost cannot be counted before a run"
+            ) from error
+        except Exception as error:  # a class refuses in a way of its own what it does not take
+            if not _is_of_model(error):
+                raise
+            raise ModelError(
+                f"{type(self.model).__name__} of transformers {transformers.__version__} does not run on "
+                f"rows of text alone, which are what is trained here: {first_line(error)}"
             ) from error
 
     def group_of(self, module: nn.Module) -> Sequence[int]:
@@ -376,3 +389,9 @@ def _saved_bytes(policy: Policy, trace: Trace) -> Any:
     if policy.is_offloaded:
         return trace.offloaded_bytes
     return trace.saved_bytes if policy.keeps_boundary else trace.route_bytes
+
+
+def _is_of_model(error: Exception) -> bool:
+    """Whether an error comes from code of transformers, or from an operation of torch that it calls."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return [file for file in files if _TORCH not in file.parents][-1].is_relative_to(_TRANSFORMERS)

@@ -21,6 +21,7 @@ from torch import nn
 from megatrain.config.policies import Policy
 from megatrain.errors import warn_once
 from megatrain.model.blocks import is_beside
+from megatrain.model.layer_configs import layer_config, layer_configs
 from megatrain.model.weights.parts import beside_text
 
 if TYPE_CHECKING:
@@ -188,9 +189,11 @@ def _active_share(config: PretrainedConfig) -> float | None:
 
 def experts_of(config: PretrainedConfig) -> tuple[int, int] | None:
     """Return the experts of a layer and of a token; None: there are none, or the config does not say."""
-    text_config = config.get_text_config()
-    total, active = _first(text_config, _NUM_EXPERTS), _first(text_config, _NUM_ACTIVE)
-    return (total, active) if total and active else None
+    for layer in layer_configs(config.get_text_config()):
+        total, active = _first(layer, _NUM_EXPERTS), _first(layer, _NUM_ACTIVE)
+        if total and active:
+            return total, active
+    return None
 
 
 def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
@@ -218,9 +221,13 @@ def _attention(layer: nn.Module, config: PretrainedConfig, number: int) -> Atten
     kind = kinds[number] if kinds and isinstance(number, int) and number < len(kinds) else None
     if kind is not None and "linear" in kind:
         return None
+    if isinstance(number, int):
+        config = layer_config(config, number)
     slides = getattr(config, "use_sliding_window", True) if kind is None else _is_local(kind)
     window = _first(config, ("sliding_window", "attention_chunk_size")) if slides else None
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    if not heads:  # such as RWKV's, whose tokens mix by a state
+        return None
     whole = getattr(config, "head_dim", None) or config.hidden_size // heads
     key, value = whole, getattr(config, "v_head_dim", None) or whole
     if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention

@@ -6,7 +6,7 @@ which is where their gradients end; recomputation is torch's checkpoint; caches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.config.policies import Policy
@@ -139,12 +139,35 @@ class LayerCall:
         assert isinstance(hidden, Tensor)
         return hidden
 
+    def by_itself(self, hidden: Tensor) -> LayerCall:
+        """Return the call with other hidden states, and with no graph behind any tensor: it can run often.
+
+        What layers leave for each other in a mapping, such as keys and values to share, is changed there.
+        """
+        args, kwargs = self.given(hidden)
+        own = {name: value if value is hidden else _cut_off(value) for name, value in kwargs.items()}
+        return LayerCall(
+            self.module, tuple(value if value is hidden else _cut_off(value) for value in args), own
+        )
+
     def given(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other hidden states."""
         place = self.place
         if isinstance(place, int):
             return (*self.args[:place], hidden, *self.args[place + 1 :]), dict(self.kwargs)
         return self.args, {**self.kwargs, place: hidden}
+
+
+def _cut_off(value: Any) -> Any:
+    """Return an argument with leaves of autograd in the place of tensors that it has computed."""
+    if isinstance(value, MutableMapping):
+        value.update({key: _cut_off(held) for key, held in value.items()})
+        return value
+    return tree_map_only(Tensor, _leaf, value)
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value if value.grad_fn is None else value.detach().requires_grad_()
 
 
 @dataclass(slots=True)
@@ -187,7 +210,8 @@ class Trace:
     beside: Trace | None = None
     """The same with experts that come apart, left out; None: the layer has none."""
     others: tuple[Any, ...] | None = None
-    """The layer's results beside its hidden states, tensors left out; None: it returns no tuple."""
+    """The layer's results beside its hidden states, of tensors only indices, which a next layer may be given
+    and no gradient passes; None: it returns no tuple."""
 
     def result(self, hidden: Tensor) -> Any:
         """Return what the layer would, with these hidden states."""
@@ -273,9 +297,14 @@ def _end(result: Any, trace: Trace) -> Tensor:
     hidden = result
     if isinstance(result, (tuple, list)):
         hidden = result[0]
-        trace.others = tuple(None if isinstance(value, Tensor) else value for value in result[1:])
+        trace.others = tuple(None if _is_computed(value) else value for value in result[1:])
     sink: Tensor = _Sink.apply(hidden)
     return sink
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether a value is a tensor of numbers, and no indices."""
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class _Entered:

@@ -365,7 +365,7 @@ class WholePassTracer:
             self._kinds[key] = len(self._kinds)
             with self._meter.pausing():
                 copied = torch.empty_like(hidden).requires_grad_(wants)
-            again = LayerCall(call.module, *call.given(copied))
+            again = call.by_itself(copied)
             self.result.calls.append(again)
             self.result.traces.append(self._trace(again))
         self.result.kinds.append(self._kinds[key])

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.model.documents.apart import why_not_by_position
 from megatrain.model.head.head import count_targets
+from megatrain.model.layer_configs import layer_configs
 from megatrain.model.sequence.attention import check_heads, rows_shared
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.model.sequence.shards import Folded
@@ -56,10 +57,10 @@ def refuse_config(config: PretrainedConfig, number: int) -> None:
         why = f"the {text.model_type} model has rotary embeddings that follow the row's length ({growing[0]})"
     if why is not None:
         raise _refused(why)
-    heads = getattr(text, "num_attention_heads", None)
-    if isinstance(heads, int):
-        keys = getattr(text, "num_key_value_heads", None)
-        check_heads(text.model_type, heads, keys if isinstance(keys, int) else heads, number)
+    for layer in layer_configs(text):
+        heads, keys = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int):
+            check_heads(text.model_type, heads, keys if isinstance(keys, int) else heads, number)
 
 
 def refuse_model(

@@ -12,14 +12,19 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    revert_weight_conversion,
+)
 
 from megatrain import files
 from megatrain.errors import ModelError, OutputError, os_errors
@@ -28,6 +33,8 @@ from megatrain.model.weights.shards import Shard, ShardWriter, Specs, num_bytes
 from megatrain.model.weights.skeleton import persistent_buffers, tied_names
 from megatrain.model.weights.untouched import Untouched
 
+_GROUP = getattr(core_model_loading, "GroupWeightRename", ())
+"""The renaming of several names that depend on each other, which older releases of transformers lack."""
 _MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX_NAME)
 
 
@@ -124,16 +131,35 @@ def _units(model: PreTrainedModel, groups: list[list[str]]) -> list[list[str]]:
             for each in get_model_conversion_mapping(model, add_legacy=False)
             if not isinstance(each, PrefixChange)
         ]
-    converters = [each.reverse_transform() for each in conversions[::-1] if isinstance(each, WeightConverter)]
+    reverse = [each.reverse_transform() for each in conversions[::-1]]
+    converters = [each for each in reverse if isinstance(each, WeightConverter)]
+    renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
     units: list[list[str]] = []
     for group in groups:
-        together: dict[str, list[str]] = {}
+        together: dict[Hashable, list[str]] = {}
         for name in group:
             matches = (each.rename_source_key(name) for each in converters)
-            unit = next((renamed for renamed, pattern in matches if pattern is not None), name)
-            together.setdefault(unit, []).append(name)
+            unit = next((renamed for renamed, pattern in matches if pattern is not None), None)
+            together.setdefault(unit or _renamed_with(name, renamings) or name, []).append(name)
         units.extend(together.values())
     return units
+
+
+def _renamed_with(name: str, renamings: Sequence[WeightRenaming]) -> Hashable | None:
+    """Return what a name has in common with those that it is renamed together with; None: there are none.
+
+    Where a checkpoint has `norm0` and `norm1` for `norm1` and `norm2`, transformers renames the second one
+    only in a call in which it has seen the first.
+    """
+    for number, renaming in enumerate(renamings):
+        if isinstance(renaming, _GROUP):
+            patterns = renaming.source_patterns
+            found = next(filter(None, (re.search(pattern, name) for pattern in patterns)), None)
+            if found is not None:
+                return number, found.groups()
+        else:
+            name, _ = renaming.rename_source_key(name)
+    return None
 
 
 def _saved_names(model: PreTrainedModel) -> dict[str, str | None]:

@@ -39,11 +39,10 @@ def maker_of(config: PretrainedConfig, where: str = "") -> Any:
         return AutoModelForCausalLM
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
         model_class = _classes(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind])[0]
-        images = inspect.signature(model_class.forward).parameters.get("pixel_values")
-        if images is not None and images.default is inspect.Parameter.empty:
+        if needed := _needed_beside_text(model_class):
             raise ModelError(
-                f"{where}{model_class.__name__} takes no rows without images, and rows with images are not "
-                "trained yet"
+                f"{where}{model_class.__name__} takes no rows of text alone, which are what is trained here: "
+                f"it needs {', '.join(needed)} too; give another model"
             )
         return AutoModelForImageTextToText
     raise ModelError(
@@ -76,6 +75,19 @@ def freeze_beside_text(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if id(parameter) in beside:
             parameter.requires_grad_(False)
+
+
+def _needed_beside_text(model_class: type[PreTrainedModel]) -> list[str]:
+    """Name what the forward of a class needs beside the tokens of a text."""
+    is_optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(model_class.forward).parameters
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name not in ("self", "input_ids")
+        and parameter.default is inspect.Parameter.empty
+        and parameter.kind not in is_optional
+    ]
 
 
 def _parts_left_out(config: PretrainedConfig) -> list[str]:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -82,8 +82,8 @@ def build_skeleton(
 
     Buffers are real and hold what `from_pretrained` leaves in them; persistent ones hold their initial
     value until a checkpoint is loaded. Ties are kept, and the model is in evaluation mode. No weight is
-    allocated or drawn, and the caller's random state is untouched. Of a class for images and text, what rows
-    of text do not use is frozen.
+    allocated or drawn, and the caller's random state is untouched. Of a model with towers, what rows of text
+    do not use is frozen.
 
     Args:
         config: The configuration of a causal language model; it is copied.
@@ -109,8 +109,7 @@ def build_skeleton(
             ) from error
     keep_float32(model, dtype)
     model.tie_weights(recompute_mapping=False)
-    if maker is not AutoModelForCausalLM:
-        freeze_beside_text(model)
+    freeze_beside_text(model)
     with torch.random.fork_rng(devices=[]):
         initialise_buffers(model)
     return model.eval()

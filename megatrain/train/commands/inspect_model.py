@@ -17,6 +17,7 @@ from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.profile.flops import active_parameters, experts_of
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
+from megatrain.model.weights.parts import beside_text
 from megatrain.model.weights.quantised.formats import method_of
 from megatrain.model.weights.requantise import WRITTEN
 from megatrain.model.weights.skeleton import build_skeleton, read_config, tied_names
@@ -45,7 +46,9 @@ class ModelFacts:
     experts: tuple[int, int] | None
     """The experts of a layer, and those of a token; None: there are none, or the config does not say."""
     towers: dict[str, int]
-    """Frozen parts, with their parameters."""
+    """Frozen parts, with their parameters, that rows of text do not use."""
+    fixed: dict[str, int]
+    """Parts whose class freezes parameters itself, with these, such as biases that a router corrects."""
     ties: tuple[tuple[str, ...], ...]
     """Names that one parameter has."""
     quantisation: str | None
@@ -73,6 +76,8 @@ class ModelFacts:
         yield f"layers      {self.num_layers}, which stream, {largest}"
         for name, size in self.towers.items():
             yield f"frozen      {name}, {format_count(size)} parameters: rows of text do not use them"
+        for name, size in self.fixed.items():
+            yield f"frozen      {format_count(size)} parameters of {name}, which no gradient changes"
         for names in self.ties:
             yield f"tied        {' and '.join(names)}"
         if self.file_bytes:
@@ -122,7 +127,8 @@ def inspect_model(path: str) -> ModelFacts:
         num_layers=len(layers),
         largest_layer=max(sizes),
         experts=experts_of(model.config),
-        towers=_towers(model),
+        towers=_frozen(model, of_text=False),
+        fixed=_frozen(model, of_text=True),
         ties=tuple(tuple(names) for names in tied_names(model).values() if len(names) > 1),
         quantisation=method_of(place),
         num_quantised=0 if weights is None else weights.num_quantised,
@@ -133,11 +139,12 @@ def inspect_model(path: str) -> ModelFacts:
     )
 
 
-def _towers(model: PreTrainedModel) -> dict[str, int]:
-    """Return the parts that are frozen, by the first names that tell them apart."""
+def _frozen(model: PreTrainedModel, *, of_text: bool) -> dict[str, int]:
+    """Return the frozen parts that rows of text use, or do not, by the first names that tell them apart."""
     sizes: Counter[str] = Counter()
+    beside = beside_text(model)
     for name, value in model.named_parameters():
-        if not value.requires_grad:
+        if not value.requires_grad and (id(value) in beside) != of_text:
             sizes[".".join(name.split(".")[:2])] += value.numel()
     return dict(sizes)
 

@@ -12,7 +12,14 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from megatrain.config.attention import VARLEN
 from megatrain.errors import ConfigError, ModelError
@@ -21,6 +28,7 @@ from megatrain.model.profile.count import count_anatomy, count_model
 from megatrain.model.profile.counter import LossKind
 from megatrain.model.weights.skeleton import build_skeleton, num_parameters
 from tests.families import FAMILIES
+from tests.kinds import tiny_config
 from tests.reference import make_model
 
 SHARED = Path(__file__).parents[4] / "shared/data"
@@ -71,6 +79,8 @@ def test_a_published_configuration_is_counted(name: str) -> None:
     published()
     anatomy = count_anatomy(read(name), micro_batch_size=1, seq_len=4096, precision="bf16")
     check_is_sound(anatomy)
+    tower = 423_060_336 if name == "gemma-3-27b-it" else 0
+    assert anatomy.num_trained == anatomy.num_params - tower
     if name == "Qwen3-30B-A3B":
         assert 3.2e9 < anatomy.num_active_params < 3.5e9
         assert {layer.route_bytes for layer in anatomy.layers} == {4 * 8 * 4096}, "of eight experts"
@@ -80,9 +90,9 @@ def check_is_sound(anatomy: Anatomy) -> None:
     """Check what holds for every model."""
     own = sum(layer.num_params for layer in anatomy.layers) + sum(f.num_params for f in anatomy.outer)
     assert own == anatomy.num_params
-    assert anatomy.num_trained == own
+    trained = anatomy.num_trained
     assert anatomy.num_active_params <= anatomy.num_params
-    assert 10 * own * 0.999 <= anatomy.checkpoint_bytes - 2 * own <= 10 * own * 1.01
+    assert 10 * trained * 0.999 <= anatomy.checkpoint_bytes - 2 * own <= 10 * trained * 1.01
     for layer in anatomy.layers:
         saved = layer.saved_bytes
         assert saved["keep"] > saved["recompute_cheap"] > saved["recompute"] > saved["drop_boundary"]
@@ -367,3 +377,29 @@ def test_a_model_that_fails_without_its_weights_is_refused() -> None:
     layer.__class__ = Broken
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot be counted: "):
         count_live(model)
+
+
+def test_keys_that_layers_leave_for_later_ones_are_counted() -> None:
+    """Gemma 4's layers leave keys and values in a dictionary, and have heads of sizes of their own."""
+    config = Gemma4TextConfig(
+        **{"vocab_size": 128, "vocab_size_per_layer_input": 128, "hidden_size": 32, "intermediate_size": 48},
+        **{"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8},
+        **{
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 3,
+        },
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )
+    anatomy = count_anatomy(config, micro_batch_size=1, seq_len=16, precision="fp32", device_type="cpu")
+    assert len(anatomy.layers) == 6
+
+
+def test_a_class_that_does_not_run_on_text_alone_is_refused_with_its_words() -> None:
+    config = tiny_config("idefics")
+    said = "IdeficsForVisionText2Text of transformers .* does not run on rows of text alone"
+    with pytest.raises(ModelError, match=said) as refused:
+        count_anatomy(config, micro_batch_size=1, seq_len=16, precision="fp32")
+    assert "pixel_values" in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatrain.model.profile.flops import ModelFlops, count_flops, mean_keys
 from tests.families import FAMILIES
+from tests.kinds import tiny_config
 from tests.reference import attach_plainly, make_model
 
 SEQ = 16
@@ -98,6 +99,18 @@ def test_gemma2_has_a_window_in_every_other_layer() -> None:
 )
 def test_layers_without_attention_have_none(family: str, layers: str, expected: list[bool]) -> None:
     assert [part.attention is not None for part in count(family, layers).layers] == expected
+
+
+def test_layers_have_heads_of_their_own() -> None:
+    """Gemma 4's layers with global attention have larger ones; RWKV has no heads."""
+    gemma, rwkv = (meta_model(tiny_config(name)) for name in ("gemma4_text", "rwkv"))
+    kinds = gemma.config.layer_types
+    found = [part.attention for part in count_flops(gemma, list(gemma.model.layers)).layers]
+    heads = gemma.config.num_attention_heads
+    assert [each.key_width for each in found if each] == [
+        heads * (16 if "full" in kind else 8) for kind in kinds
+    ]
+    assert {part.attention for part in count_flops(rwkv, list(rwkv.rwkv.blocks)).layers} == {None}
 
 
 def test_jamba_by_hand() -> None:

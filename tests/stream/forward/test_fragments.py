@@ -240,12 +240,12 @@ def test_a_budget_too_small_for_fragments_is_refused_before_anything_is_allocate
 @pytest.mark.parametrize(
     ("family", "settings", "sentence"),
     [
-        ("llama", {"num_slots": 1}, "num_slots is 1, but a layer has 2 fragments.*use num_slots=2 or more"),
-        ("opt", {"num_slots": 2}, "num_slots is 2, but a layer has 3 fragments.*use num_slots=3 or more"),
+        ("llama", {"num_slots": 1}, "num_slots is 1, but 2 fragments of a layer.*use num_slots=2 or more"),
+        ("opt", {"num_slots": 2}, "num_slots is 2, but 3 fragments of a layer.*use num_slots=3 or more"),
         (
             "llama",
             {"num_gradient_buffers": 1, "lockstep": 2},
-            "num_gradient_buffers is 1, but the gradients of a layer's 2",
+            "num_gradient_buffers is 1, but gradients of 2 fragments",
         ),
     ],
 )
