@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +41,19 @@ class StepHooks:
     """Drops the gradients gathered since the last step."""
     fail: Callable[[BaseException], None]
     """Drops them after an error in the middle of a step."""
+
+
+class _Updated(NamedTuple):
+    """A parameter of a block, or a part of it, that is in a group."""
+
+    key: str
+    """Names it, as its `Entry` does."""
+    group: int
+    start: int
+    """First index in the block's state space."""
+    stop: int
+    first: int
+    """Index in the whole parameter of its first element."""
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -112,13 +125,19 @@ class StreamedOptimizer(torch.optim.Optimizer):
         }
         self._updated = [
             [
-                (entry, self._group_of[entry.name], start, start + aligned(entry.numel))
+                _Updated(
+                    entry.key,
+                    self._group_of[entry.name],
+                    start,
+                    start + aligned(entry.numel),
+                    entry.first_index,
+                )
                 for entry in state.layout.trained
                 if entry.name in self._group_of and (start := entry.state_offset) is not None
             ]
             for state in executor.host.blocks
         ]
-        """By block: its parameters in a group, with that and their state ranges `[start, stop)`."""
+        """By block: its parameters in a group."""
         self._counts = {
             entry.key: (entry.name, 0) for state in executor.host.blocks for entry in state.layout.trained
         }
@@ -294,11 +313,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         runs: list[tuple[tuple[int, int], int, int]] = []
         keys: dict[int, tuple[int, int]] = {}
         firsts: dict[int, int] = {}
-        for entry, group, start, stop in self._updated[block]:
-            name, count = self._counts[entry.key]
+        for part, group, start, stop, first in self._updated[block]:
+            name, count = self._counts[part]
             if name not in present:
                 continue
-            self._counts[entry.key] = name, count + 1
+            self._counts[part] = name, count + 1
             key = (group, count + 1)
             adjoins = runs and runs[-1][0] == key and runs[-1][2] == start != num_split
             if adjoins and not self.kind.draws_noise:
@@ -307,7 +326,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 runs.append((key, start, stop))
                 if self.kind.draws_noise:  # a range is one parameter: its own key and scales
                     keys[start] = rounding_key(self._seed, name, key[1])
-                    firsts[start] = entry.first_index
+                    firsts[start] = first
         own = self._executor.gradients.shared.updated[block]
         cut = [(key, start, part) for key, start, stop in runs for part in own.cut(start, stop)]
         return [

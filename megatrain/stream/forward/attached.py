@@ -74,8 +74,10 @@ class Binding:
             for entry in state.layout.entries:
                 parameter = block.parameters[entry.name]
                 is_kept = entry.encoding is not None and parameter.is_meta
-                place = parameter.data_ptr() + entry.first_index * parameter.itemsize
-                if not is_kept and place != base + entry.byte_offset:
+                place = base + entry.byte_offset
+                if entry.rows is not None:
+                    place -= entry.first_index * entry.dtype.itemsize
+                if not is_kept and parameter.data_ptr() != place:
                     return entry.name
         return None
 
