@@ -196,7 +196,7 @@ class Layer:
     """The number of chunks into which they have come apart."""
     kept_sizes: tuple[int, ...] = ()
     """The bytes of each tensor, of those in `saved_bytes`, that flows into experts which came apart: it waits
-    where the layer's input does."""
+    where the layer's input does. Indices are not among them, which stay on the device."""
     beside_bytes: int = 0
     """The bytes of small weights beside such experts, copies of which all micro-batches share."""
     waiting_forward_bytes: int = 0
@@ -391,8 +391,9 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
     forward_peak = waits + rows * (2 * outer + 2 * between + inner)
     gradients = experts.first_params * largest // experts.least_chunk * width
     again = rows * (4 * outer + 4 * between + 3 * inner) + gradients
-    kept = (tokens, *[4 * experts.rows] * 3) if experts.behind is None else ()
-    left = {p: POLICIES[p].reruns * (tokens * experts.saves_output + sum(kept)) for p in POLICIES}
+    kept = (tokens, width * experts.rows) if experts.behind is None else ()
+    kept_bytes = sum(kept) + (_INDEX_BYTES * experts.rows if kept else 0)
+    left = {p: POLICIES[p].reruns * (tokens * experts.saves_output + kept_bytes) for p in POLICIES}
     # of the output, of what flows in, and where something runs behind the experts what comes back from it
     gradients_of_input = (2 if experts.behind is None else 6) * tokens + 4 * experts.rows
     # recomputed before the experts go back, where something is behind them
@@ -423,7 +424,7 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
         experts=None,
         num_chunks=len(chunks),
         waiting_forward_bytes=waits,
-        waiting_backward_bytes=recomputed + sum(kept) + tokens + gradients_of_input,
+        waiting_backward_bytes=recomputed + kept_bytes + tokens + gradients_of_input,
     )
 
 
@@ -431,6 +432,9 @@ def _as_it_is(cost: Cost) -> Cost:
     """Return the work of what is not compiled, where other layers are."""
     return replace(cost, fused_bytes=cost.moved_bytes, num_kernels=cost.num_operations)
 
+
+_INDEX_BYTES = 8
+"""Bytes of a choice of a token that are kept: the number of its expert, and its place."""
 
 _ROUTE_BYTES = 24
 """Bytes of a choice of a token: its expert, its place and its weight."""
