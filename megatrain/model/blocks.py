@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import ModelError
 from megatrain.layout.expert_chunks import passing_order
-from megatrain.model.experts import BehindExperts, behind_experts, experts_of
+from megatrain.model.experts.apart import BehindExperts, behind_experts, experts_of
 from megatrain.model.weights.kept import encoding_of
 from megatrain.model.weights.parts import beside_text
 

@@ -11,7 +11,7 @@ from megatrain.config.optimizers.registry import OPTIMIZERS, find
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import Block, ends_of, group_layers, num_chunks, num_together
-from megatrain.model.experts import IMPLEMENTATION
+from megatrain.model.experts.apart import IMPLEMENTATION
 from megatrain.store.state import HostState
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
 from megatrain.stream.memory import require_device_memory

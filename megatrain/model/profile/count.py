@@ -21,6 +21,7 @@ import torch
 
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.layout.blocks import BlockLayout
+from megatrain.model.experts.routes import COUNT_BYTES, routers_of
 from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost
 from megatrain.model.profile.counter import Counter
@@ -34,7 +35,6 @@ from megatrain.model.profile.flops import (
 from megatrain.model.profile.fragments import fragment, kind_of_outer
 from megatrain.model.profile.rows import of_size
 from megatrain.model.profile.whole_pass import CHUNKS, NOT_COUNTED, WholePass
-from megatrain.model.routes import COUNT_BYTES, routers_of
 from megatrain.model.weights.skeleton import num_parameters, skeleton_of
 
 if TYPE_CHECKING:

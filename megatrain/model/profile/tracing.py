@@ -23,11 +23,11 @@ from megatrain.config.policies import Policy
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block
 from megatrain.model.caches import with_own_caches
+from megatrain.model.experts.routes import Routes, routers_of, watched
 from megatrain.model.profile.anatomy import CompiledKeep, Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
 from megatrain.model.profile.saved import SavedTensors
-from megatrain.model.routes import Routes, routers_of, watched
 from megatrain.model.selective import keeping
 
 Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]

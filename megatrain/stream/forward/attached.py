@@ -15,9 +15,9 @@ from megatrain.config.policies import Policy
 from megatrain.errors import ModelError
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, group_layers, outer_of
-from megatrain.model.expert_products import Factors
-from megatrain.model.experts import experts_of
-from megatrain.model.routes import Count, Router, Routes, routers_of
+from megatrain.model.experts.apart import experts_of
+from megatrain.model.experts.products import Factors
+from megatrain.model.experts.routes import Count, Router, Routes, routers_of
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.model.weights.kept import give_values
 from megatrain.store.digests import note_weights

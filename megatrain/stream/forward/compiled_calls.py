@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from megatrain.model.routes import unnoticed
+from megatrain.model.experts.routes import unnoticed
 from megatrain.stream.forward.stream_weights import swapped
 from megatrain.stream.forward.structure import Template
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megatrain.model.routes import Router, running_routes
+from megatrain.model.experts.routes import Router, running_routes
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NAMES = ("input", "k", "dim", "largest", "sorted")

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.model.expert_products import Beside, ChunkRows, Routed, first_product, second_product
-from megatrain.model.experts import Experts
+from megatrain.model.experts.apart import Experts
+from megatrain.model.experts.products import Beside, ChunkRows, Routed, first_product, second_product
 from megatrain.model.selective import kept_by_none
 from megatrain.stream.activations.torch_state import Autocast
 from megatrain.stream.forward.stream_weights import ANCHOR

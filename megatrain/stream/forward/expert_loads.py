@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain.model.routes import COUNT_DTYPE
+from megatrain.model.experts.routes import COUNT_DTYPE
 from megatrain.stream.forward.attached import AttachedLayer
 
 

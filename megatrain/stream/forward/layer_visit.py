@@ -23,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain.config.policies import RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
-from megatrain.model.expert_products import Routed, beside_of
-from megatrain.model.routes import Routes, watched
+from megatrain.model.experts.products import Routed, beside_of
+from megatrain.model.experts.routes import Routes, watched
 from megatrain.model.selective import keeping
 from megatrain.stream.activations.recompute import Contexts, Recomputation
 from megatrain.stream.activations.saved_tensors import Held

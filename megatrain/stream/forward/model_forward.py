@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.documents.begins import documents, read_documents
-from megatrain.model.experts import part_to_compile
+from megatrain.model.experts.apart import part_to_compile
 from megatrain.model.head.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows

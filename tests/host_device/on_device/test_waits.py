@@ -80,7 +80,7 @@ def test_experts_in_chunks_wait_once_in_a_layer_of_each_micro_batch(family: str,
     """For how many rows each chunk has, in the forward alone."""
     settings = {"activations": activations, "expert_chunks": 4}
     found, _ = waits_of_a_step(family, make_batches(2), **settings)
-    assert {wait.place for wait in found} == {"megatrain/model/expert_products.py bounds"}
+    assert {wait.place for wait in found} == {"megatrain/model/experts/products.py bounds"}
     num_layers = 3 - (family == "glm4_moe")  # whose first layer is dense
     reads = [wait for wait in found if wait.what != "copy"]
     assert len(reads or found) <= 2 * 2 * num_layers, (

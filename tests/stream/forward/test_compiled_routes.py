@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.model.routes import Routes
+from megatrain.model.experts.routes import Routes
 from megatrain.stream.forward.compiled import Compiler
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model

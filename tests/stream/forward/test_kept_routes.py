@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatrain.model.experts.routes import Routes, routers_of
 from megatrain.model.profile.count import count_anatomy
-from megatrain.model.routes import Routes, routers_of
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model

@@ -11,7 +11,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.model.routes import Router, Routes, routers_of, watched
+from megatrain.model.experts.routes import Router, Routes, routers_of, watched
 from tests.families import FAMILIES
 from tests.reference import assert_same_bits, make_model
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import _grouped_linear
 
-from megatrain.model.experts import Experts
+from megatrain.model.experts.apart import Experts
 
 
 @dataclass(frozen=True, slots=True)
