@@ -45,7 +45,7 @@ class Experts:
     @property
     def number(self) -> int:
         """Return the number of experts."""
-        return len(self.module.get_parameter(self.matrices[0]))
+        return len(self.module._parameters[self.matrices[0]])
 
     def chunks(self, number: int) -> list[range]:
         """Cut the experts into at most so many chunks of nearly equal size; one: they do not come apart."""

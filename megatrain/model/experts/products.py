@@ -69,11 +69,10 @@ class Routed:
         hidden, weights, places, experts, *extras = saved
         return cls(hidden, weights, places, experts, tuple(extras))
 
-    def bounds(self, chunks: Sequence[range]) -> list[range]:
-        """Return the rows of each chunk of experts among the sorted ones. The host waits for them, once."""
-        edges = torch.tensor([edge for chunk in chunks for edge in (chunk.start, chunk.stop)])
-        found = torch.searchsorted(self.experts, edges.to(self.experts.device)).tolist()
-        return [range(start, stop) for start, stop in zip(found[::2], found[1::2], strict=True)]
+    def starts(self, num_experts: int) -> Tensor:
+        """Return at which sorted row each expert's begin, and where those of the last end: (experts + 1,)."""
+        numbers = torch.arange(num_experts + 1, device=self.experts.device, dtype=self.experts.dtype)
+        return torch.searchsorted(self.experts, numbers)
 
     def summed(self, weighted: Tensor) -> Tensor:
         """Sum weighted results, (tokens * choices, width), over the choices of each token."""

@@ -120,7 +120,10 @@ def _search(request: Request, budget: int, enough_s: float, best: Found | None =
     first, *others = values_of(request.choice.sums, sum_options(request))
     others = others if request.batch.num_micro_batches > 1 else []
     race = _Race(_with_sums(request, first), budget, enough_s, None if best is None else best.step)
-    race.run_all()
+    if best is not None and request.choice.expert_chunks not in (AUTO, 1):
+        race.run_a_few()  # other numbers of chunks differ little, and a visit of each is short
+    else:
+        race.run_all()
     if race.best is None and "nvme" in others:
         race = _Race(_with_sums(request, "nvme"), budget, enough_s)
         race.run_all()
@@ -168,6 +171,12 @@ class _Race:
         request = self._request
         if request.start is not None and request.start.sums == request.choice.sums:
             self.run(like(request, request.start))
+
+    def run_a_few(self) -> None:
+        """Look at a few choices that differ much, and at what is near the best of them."""
+        self.run_like_start()
+        self.run(list_choices(self._request, Breadth.COARSE))
+        self.climb(_FIRST_STARTS)
 
     def run_all(self) -> None:
         """Look at everything, from what differs much to what differs little."""

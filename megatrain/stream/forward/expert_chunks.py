@@ -47,6 +47,9 @@ class ChunkVisits(Protocol):
     def end_backward(self) -> None:
         """Take note that autograd goes on with what was before the experts."""
 
+    def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns a small tensor on the host, as it is now."""
+
     def keep(self, tensor: Tensor) -> object:
         """Keep a tensor until the backward, on the device or where inputs of layers wait."""
 
@@ -114,7 +117,7 @@ class ExpertsCall:
                 at 0 and ends at 1.
         """
         routed = replace(given, extras=tuple(small))
-        self._bounds = routed.bounds([chunk.experts for chunk in self._chunks])
+        read = self._visits.read_later(routed.starts(self._experts.number))
         saved: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled():
             self._wants = [tensor.requires_grad for tensor in given.differentiable]
@@ -126,6 +129,12 @@ class ExpertsCall:
         num_places = len(self._chunks) + 2
         for number in range(len(self._chunks)):
             give_way((number + 1) / num_places)
+            if (
+                number == 0
+            ):  # all micro-batches have been launched up to here
+                starts = read().tolist()
+                chunks = (chunk.experts for chunk in self._chunks)
+                self._bounds = [range(starts[chunk.start], starts[chunk.stop]) for chunk in chunks]
             if ticket is None:
                 self.compute(number, routed)
             else:

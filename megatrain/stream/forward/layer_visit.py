@@ -275,6 +275,7 @@ class _ChunkVisits:
     def __init__(self, visit: LayerVisit) -> None:
         self._visit = visit
         self._executor = visit.layer.executor
+        self.read_later = self._executor.lanes.read_later
         self._again: dict[int, BlockVisit] = {}
 
     @contextmanager

@@ -296,6 +296,18 @@ class AcceleratorLanes(ThreadedLanes):
             ring = self._rings.ring = LockedRing(self.device)
         ring.copy(target, source)
 
+    def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns a small tensor on the host; it waits for what was launched by now."""
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        here.copy_(tensor, non_blocking=True)
+        mark = self._spans.marks.record(torch.accelerator.current_stream(self.device))
+
+        def read() -> Tensor:
+            until_done(mark.event)
+            return here
+
+        return read
+
     def share(self, tensor: Tensor, lane: Lane) -> None:
         """Keep a device tensor's memory from reuse until what `lane` was given of it is done.
 

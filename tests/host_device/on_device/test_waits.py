@@ -80,12 +80,8 @@ def test_experts_in_chunks_wait_once_in_a_layer_of_each_micro_batch(family: str,
     """For how many rows each chunk has, in the forward alone."""
     settings = {"activations": activations, "expert_chunks": 4}
     found, _ = waits_of_a_step(family, make_batches(2), **settings)
-    assert {wait.place for wait in found} == {"megatrain/model/experts/products.py bounds"}
     num_layers = 3 - (family == "glm4_moe")  # whose first layer is dense
-    reads = [wait for wait in found if wait.what != "copy"]
-    assert len(reads or found) <= 2 * 2 * num_layers, (
-        "of two micro-batches: edges go there, and rows come back"
-    )
+    assert found == [Wait(what="event", place="megatrain/stream/lanes/accelerator.py read")] * 2 * num_layers
 
 
 def packed(tokens: int = 16) -> list[Batch]:
