@@ -129,9 +129,7 @@ class ExpertsCall:
         num_places = len(self._chunks) + 2
         for number in range(len(self._chunks)):
             give_way((number + 1) / num_places)
-            if (
-                number == 0
-            ):  # all micro-batches have been launched up to here
+            if number == 0:  # all micro-batches have been launched up to here
                 starts = read().tolist()
                 chunks = (chunk.experts for chunk in self._chunks)
                 self._bounds = [range(starts[chunk.start], starts[chunk.stop]) for chunk in chunks]

@@ -297,7 +297,7 @@ class AcceleratorLanes(ThreadedLanes):
         ring.copy(target, source)
 
     def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that returns a small tensor on the host; it waits for what was launched by now."""
+        """Return a function that returns a small tensor on the host, once what was launched is done."""
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         here.copy_(tensor, non_blocking=True)
         mark = self._spans.marks.record(torch.accelerator.current_stream(self.device))
