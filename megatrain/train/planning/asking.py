@@ -21,6 +21,7 @@ from megatrain.config.adaptation import AS_STORED
 from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import as_begun, with_rows, with_step
+from megatrain.config.sizes import binary
 from megatrain.data.context import check_seq_len
 from megatrain.errors import ConfigError
 from megatrain.hardware import HardwareSpec
@@ -190,6 +191,7 @@ def ask(
             *_defaults_note(given, config),
             *_budget_note(request),
             *_base_note(config, model.quant_method),
+            *_loading_note(place, model.quant_method, spec),
             *notes,
         ),
         data=data,
@@ -333,6 +335,18 @@ def _base_note(config: Config, method: str | None) -> list[str]:
         f"the base comes in {method} and is planned in {config.train.precision}; lora.base=as_stored keeps "
         "it in its codes, in RAM and on the link, to the same bits"
     ]
+
+
+def _loading_note(place: str, method: str | None, spec: HardwareSpec) -> list[str]:
+    """Return a note on what is read of a model whose files are here and quantised."""
+    from megatrain.model.weights.files import checkpoint_files, has_weights
+
+    if method is None or not has_weights(place):
+        return []
+    nbytes = sum(file.stat().st_size for file in checkpoint_files(place))
+    drives = spec.drives
+    taken = "" if drives is None else f", {nbytes / drives.read_bytes_per_s:.1f} s at the rate of its drives"
+    return [f"loading reads {binary(nbytes)} of {method}{taken}, and decodes it tensor by tensor"]
 
 
 def _defaults_note(given: Config, config: Config) -> list[str]:

@@ -12,6 +12,8 @@ import pytest
 
 from megatrain.config import Config, build_config
 from megatrain.config.adaptation import AS_STORED, DEQUANTISED
+from megatrain.config.choice import Choice
+from megatrain.config.sizes import binary
 from megatrain.errors import ConfigError
 from megatrain.hardware import load_machine
 from megatrain.model.profile.anatomy import Anatomy
@@ -53,7 +55,7 @@ def test_a_configuration_is_planned_as_its_files(place: Path, tmp_path: Path) ->
     file = tmp_path / "config.json"
     file.write_bytes((place / "config.json").read_bytes())
     by_files, by_config, values = counted(place), counted(file), counted(place, DEQUANTISED)
-    sizes = [BlockSums.of(anatomy, False).totals.sizes for anatomy in (by_files, by_config, values)]
+    sizes = [BlockSums.of(anatomy, Choice().with_defaults(0)).totals.sizes for anatomy in (by_files, by_config, values)]
     assert sizes[0] == sizes[1]
     assert by_files.keeps_codes
     assert not values.keeps_codes
@@ -102,6 +104,22 @@ def test_a_base_that_could_stay_in_its_codes_is_named(
     asked = ask(raw, load_machine("rtx-5090"), source="a test", hf_config=place / "config.json")
     said = [note for note in asked.notes if "lora.base=as_stored keeps it in its codes" in note]
     assert len(said) == is_said
+
+
+def test_what_is_read_of_a_quantised_model_is_said(place: Path) -> None:
+    raw = {
+        "model": {"path": str(place)},
+        "data": {"seq_len": 16},
+        "train": {"tokens_per_step": 16, "micro_batch_size": 1},
+    }
+    machine = load_machine("rtx-5090")
+    assert machine.drives is not None
+    (said,) = [note for note in ask(raw, machine, source="a test").notes if note.startswith("loading reads")]
+    nbytes = sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    seconds = nbytes / machine.drives.read_bytes_per_s
+    assert said.startswith(
+        f"loading reads {binary(nbytes)} of mxfp4, {seconds:.1f} s at the rate of its drives"
+    )
 
 
 @pytest.mark.parametrize("machine", ["8xh100", "4xrtx-4090"])
