@@ -55,7 +55,8 @@ def test_a_configuration_is_planned_as_its_files(place: Path, tmp_path: Path) ->
     file = tmp_path / "config.json"
     file.write_bytes((place / "config.json").read_bytes())
     by_files, by_config, values = counted(place), counted(file), counted(place, DEQUANTISED)
-    sizes = [BlockSums.of(anatomy, Choice().with_defaults(0)).totals.sizes for anatomy in (by_files, by_config, values)]
+    whole = Choice().with_defaults(0)
+    sizes = [BlockSums.of(anatomy, whole).totals.sizes for anatomy in (by_files, by_config, values)]
     assert sizes[0] == sizes[1]
     assert by_files.keeps_codes
     assert not values.keeps_codes
