@@ -10,17 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DECODED_NUMEL = 1 << 22
-"""Values that are made of codes in one go, at most: so many that launches of kernels take little time."""
-
-_SCRATCH_BYTES, _SCRATCH_ENDS = 5, 1024
-"""Scratch memory of each: an fp32 value, or a pair's index and two bf16 values; and what aligns its parts."""
-
-
-def decoding_scratch(numel: int) -> int:
-    """Return the bytes of scratch memory in which weights of so many values, or fewer, are decoded."""
-    return _SCRATCH_BYTES * min(numel, DECODED_NUMEL) + _SCRATCH_ENDS if numel else 0
-
+from megatrain.layout.decoding import decoded_numel
 
 PART_ALIGNMENT = 256
 """Bytes at a multiple of which each part of an encoded weight starts."""
@@ -55,7 +45,7 @@ class Scratch:
     @property
     def numel(self) -> int:
         """Return how many values it is for."""
-        return max(1, (self._flat.numel() - _SCRATCH_ENDS) // _SCRATCH_BYTES)
+        return decoded_numel(self._flat.numel())
 
     def begin(self) -> None:
         """Begin a piece: the tensors of the one before are not used any more."""

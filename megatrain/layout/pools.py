@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer
 from megatrain.config.runs import SumRoom
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.encoding import decoding_scratch
+from megatrain.layout.decoding import decoding_scratch
 from megatrain.layout.exchange import Exchange
 from megatrain.layout.host_buffers import (
     NUM_GRADIENT_STAGING,

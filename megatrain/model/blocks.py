@@ -111,7 +111,7 @@ def find_blocks(model: PreTrainedModel, *, fragments: bool = False, expert_chunk
     Raises:
         ModelError: The model has no list of decoder layers.
     """
-    beside = beside_text(model)
+    beside = beside_text(model) if isinstance(model, PreTrainedModel) else set()
     layers = _streamed_layers(model, beside)
     if not layers:
         raise ModelError(

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megatrain.layout.blocks import BlockLayout, Entry
-from megatrain.layout.encoding import Scratch, decoding_scratch
+from megatrain.layout.decoding import decoding_scratch
+from megatrain.layout.encoding import Scratch
 from megatrain.layout.ownership import Share
 from megatrain.store.master import join_master, split_master, split_master_into
 

@@ -40,7 +40,7 @@ def train(
 
     Args:
         ranks: That train together; None: one.
-        family: Of models, or of those in `APART`, which go before.
+        family: Of models; of those in `APART` where experts come in chunks.
         num_runs: Of a step.
         num_micro_batches: Of a step.
         steps: How many.
@@ -60,7 +60,8 @@ def train(
     """
     if ranks is not None:
         ranks.gathers = gathers
-    config = family_config(family, dropout=True) if dropout else {**FAMILIES, **APART}[family]()
+    kinds = APART if settings.get("expert_chunks", 1) > 1 else FAMILIES
+    config = family_config(family, dropout=True) if dropout else kinds[family]()
     model = make_model(config)
     TRAINED[trained](model)
     if missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.config.optimizers import adamw
 from megatrain.layout import pools
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.layout.encoding import decoding_scratch
+from megatrain.layout.decoding import decoding_scratch
 from megatrain.layout.host_buffers import NUM_PAGES, NUM_STATE_STAGING, PIECE_BYTES
 from megatrain.layout.totals import BlockTotals, Residency
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from megatrain.layout.encoding import Encoding, Scratch, decoding_scratch
+from megatrain.layout.decoding import decoding_scratch
+from megatrain.layout.encoding import Encoding, Scratch
 
 Region = tuple[int | slice, ...]
 """The place of a tensor in a larger one, which may name fewer dimensions; empty: it is all of that."""

@@ -111,7 +111,9 @@ class LayerVisit:
             kept = recomputation.first_run(args, kwargs)
         else:
             _refuse_autocast(layer, policy, device)
-            kept = _together(_running(routes), saved_tensors_hooks(self._pack, self._unpack))
+            kept = saved_tensors_hooks(self._pack, self._unpack)
+            if routes is not None:
+                kept = _together(routes.running(), kept)
         with kept:
             result = self._run(*args, **kwargs)
         current.last_call.note(call, result)

@@ -339,9 +339,11 @@ def _base_note(config: Config, method: str | None) -> list[str]:
 
 def _loading_note(place: str, method: str | None, spec: HardwareSpec) -> list[str]:
     """Return a note on what is read of a model whose files are here and quantised."""
+    if method is None:
+        return []
     from megatrain.model.weights.files import checkpoint_files, has_weights
 
-    if method is None or not has_weights(place):
+    if not has_weights(place):
         return []
     nbytes = sum(file.stat().st_size for file in checkpoint_files(place))
     drives = spec.drives

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatrain.config.adaptation import AS_STORED, DEQUANTISED
-from megatrain.layout.encoding import Scratch, decoding_scratch
+from megatrain.layout.decoding import decoding_scratch
+from megatrain.layout.encoding import Scratch
 from megatrain.model.weights.encoding import scratch_of
 from megatrain.model.weights.quantised.fp8 import Fp8Encoding
 from megatrain.model.weights.quantised.mxfp4 import Mxfp4Encoding

@@ -39,7 +39,7 @@ def waits_of_a_step(
 
     Experts run as by default, and in bf16: torch's grouped product of fp32 reads its offsets on the host.
     """
-    model = make_model({**FAMILIES, **APART}[family]())
+    model = make_model((APART if "expert_chunks" in settings else FAMILIES)[family]())
     is_routed = "expert" in str(model.config)
     if fault is not None:
         model.get_submodule("model.layers.1.mlp").register_forward_hook(fault)
