@@ -70,7 +70,7 @@ RECIPE = {
         rows=8,
         memory={**STREAMED, "num_slots": 1, "num_gradient_buffers": 1, "boundaries": "nvme"}
         | {"lockstep": 8, "gradients": "nvme", "sums": "device"},
-        ram={"cpu": "3800KiB", "auto": "1850KiB"},
+        ram={"cpu": "3840KiB", "auto": "1900KiB"},
     ),
 }
 
