@@ -72,16 +72,8 @@ APART: dict[str, Callable[[], PretrainedConfig]] = {
 """A config of each kind by name; the last one saves for its backward what its experts return."""
 
 BEHIND = {
-    "deepseek_v3": {
-        "mlp.shared_experts.gate_proj",
-        "mlp.shared_experts.up_proj",
-        "mlp.shared_experts.down_proj",
-    },
-    "glm4_moe": {
-        "mlp.shared_experts.gate_proj",
-        "mlp.shared_experts.up_proj",
-        "mlp.shared_experts.down_proj",
-    },
+    "deepseek_v3": {"mlp.shared_experts"},
+    "glm4_moe": {"mlp.shared_experts"},
     "qwen2_moe": {"mlp.shared_expert_gate"},
     "flex_olmo": {"post_feedforward_layernorm"},
 }

@@ -55,21 +55,21 @@ class Small:
 RECIPE = {
     "30b-a3b-24gb": Small(
         kind="",
-        rows=4,
-        memory={**STREAMED, "num_slots": 2, "num_gradient_buffers": 2, "boundaries": "host"}
-        | {"lockstep": 4, "gradients": "host", "sums": "device"},
+        rows=2,
+        memory={**STREAMED, "num_slots": 3, "num_gradient_buffers": 2, "boundaries": "host"}
+        | {"lockstep": 2, "gradients": "host", "sums": "device", "expert_chunks": 2},
     ),
     "120b-h200": Small(
         kind="mxfp4",
-        rows=16,
-        memory={**STREAMED, "num_slots": 2, "num_gradient_buffers": 1, "boundaries": "device"}
-        | {"lockstep": 16, "gradients": "device", "sums": "device"},
+        rows=8,
+        memory={**STREAMED, "num_slots": 3, "num_gradient_buffers": 2, "boundaries": "device"}
+        | {"lockstep": 8, "gradients": "device", "sums": "device", "expert_chunks": 6},
     ),
     "671b-h200-drives": Small(
         kind="fp8 ragged",
         rows=8,
         memory={**STREAMED, "num_slots": 1, "num_gradient_buffers": 1, "boundaries": "nvme"}
-        | {"lockstep": 8, "gradients": "nvme", "sums": "device"},
+        | {"lockstep": 8, "gradients": "nvme", "sums": "device", "expert_chunks": 1},
         ram={"cpu": "3840KiB", "auto": "1900KiB"},
     ),
 }
@@ -79,6 +79,8 @@ def write_model(place: Path, kind: str) -> Path:
     """Write a tiny checkpoint with a tokenizer; in FP8, with a layer that the model does not have."""
     config = copy.deepcopy({"": QWEN, "mxfp4": GPT_OSS, "fp8 ragged": DEEPSEEK}[kind])
     config.max_position_embeddings = ROW
+    if kind == "mxfp4":
+        config.num_local_experts = 12  # two of each chunk
     if not kind:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place)

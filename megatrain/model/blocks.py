@@ -230,8 +230,12 @@ def _apart(layer: Block, expert_chunks: int, behind: Mapping[str, BehindExperts]
     chunks = [] if experts is None else experts.chunks(expert_chunks)
     if experts is None or found is None or len(chunks) < 2:
         return None
-    if any(encoding_of(experts.module.get_parameter(name)) is not None for name in experts.matrices):
+    matrices = [experts.module.get_parameter(name) for name in experts.matrices]
+    if any(encoding_of(matrix) is not None for matrix in matrices):
         return None  # codes are decoded block by block
+    names = {id(parameter): name for name, parameter in layer.parameters.items()}
+    if not all(id(matrix) in names for matrix in matrices):
+        return None  # another layer has them too
     later = tuple(module.get_submodule(name) for name in sorted(found.modules))
     main = Block(
         layer.name,
@@ -241,14 +245,13 @@ def _apart(layer: Block, expert_chunks: int, behind: Mapping[str, BehindExperts]
         keeps_experts_output=found.saves_output,
     )
     tail = Block(f"{layer.name}.behind", module, entries=later, is_beside=layer.is_beside)
-    matrices = [experts.module.get_parameter(name) for name in experts.matrices]
+    inside = {id(module) for each in later for module in each.modules()}
     for site in layer.sites:
         parameter = layer.parameters[site.name]
         if not any(parameter is matrix for matrix in matrices):
-            owner = tail if any(site.module is each for each in later) else main
+            owner = tail if id(site.module) in inside else main
             owner.sites.append(site)
             owner.parameters[site.name] = parameter
-    names = {id(parameter): name for name, parameter in layer.parameters.items()}
     parts = [
         Block(
             f"{layer.name}.{leaf}[{rows.start}:{rows.stop}]",

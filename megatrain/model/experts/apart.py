@@ -13,7 +13,7 @@ Source: `transformers.integrations.moe`, whose `grouped_mm_experts_forward` a ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -62,7 +64,7 @@ class BehindExperts:
     """What a kind of layer does once its experts have returned."""
 
     modules: frozenset[str]
-    """Names, in the layer, of the modules with weights that it calls then."""
+    """Names, in the layer, of the modules with weights that it calls then; none is within another."""
     saves_output: bool
     """Whether what autograd saves then depends on what the experts returned."""
 
@@ -99,8 +101,9 @@ def _experts(layer: nn.Module) -> Iterator[Experts]:
 def behind_experts(model: PreTrainedModel) -> Mapping[str, BehindExperts]:
     """Say what each class of layers with experts does behind them; without a class, its experts stay whole.
 
-    A class is left out where a module with weights is called both before its experts and behind them, and
-    all are where no small model of the configuration can be made.
+    A class is left out where a weight is needed both before its experts and behind them, where one is read
+    behind them that belongs to no module called there, and where autograd saves anything behind them though
+    no weight is there. All are left out where no small model of the configuration can be made.
     """
     try:
         return try_small_model(model.config, _behind)
@@ -110,9 +113,10 @@ def behind_experts(model: PreTrainedModel) -> Mapping[str, BehindExperts]:
 
 def _behind(model: PreTrainedModel) -> dict[str, BehindExperts]:
     watches = [_Watch(layer, found) for layer, found in _layers_with_experts(model)]
+    model.train()  # dropout saves something, too
     try:
         tokens = torch.arange(8)[None] % 40 + SPECIAL_TOKENS
-        with torch.enable_grad():
+        with torch.enable_grad(), _Reads(watches):
             model(input_ids=tokens, use_cache=False)
     finally:
         for watch in watches:
@@ -138,30 +142,46 @@ class _Watch:
 
     def __init__(self, layer: nn.Module, experts: Experts) -> None:
         self.layer = layer
-        self._before: set[str] = set()
-        self._after: set[str] = set()
-        self._has_passed = self._saves_output = False
+        self.parameters = {id(p) for p in layer.parameters()} - {id(p) for p in experts.module.parameters()}
+        """Its weights but for the experts', by identity."""
+        self._before: set[int] = set()
+        self._after: set[int] = set()
+        self._modules: set[str] = set()
+        """Names of the modules that were called behind the experts."""
+        self._has_passed = self._was_passed = self._saves = self._saves_output = False
         self._saved = saved_tensors_hooks(self._save, lambda tensor: tensor)
         hooks = [layer.register_forward_pre_hook(self._enter), layer.register_forward_hook(self._leave)]
         hooks.append(experts.module.register_forward_hook(self._pass_experts))
         for name, module in layer.named_modules():
-            if module is not experts.module and any(p is not None for p in module._parameters.values()):
+            if experts.module not in module.modules() and any(True for _ in module.parameters()):
                 hooks.append(module.register_forward_pre_hook(partial(self._call, name)))
         self._hooks = hooks
 
     @property
     def behind(self) -> BehindExperts | None:
         """What the layer did behind its experts; None: they cannot come apart."""
-        if not self._has_passed or self._before & self._after:
+        names = [name for name in self._modules if not self._is_within_another(name)]
+        held = {id(p) for name in names for p in self.layer.get_submodule(name).parameters()}
+        if not self._was_passed or held & self._before or self._after - held:
             return None
-        return BehindExperts(frozenset(self._after), self._saves_output)
+        if self._saves and not held:
+            return None  # a recomputation behind the experts would come before the experts go back
+        return BehindExperts(frozenset(names), self._saves_output)
+
+    def read(self, parameter: int) -> None:
+        """Take note that a function is given a weight."""
+        (self._after if self._has_passed else self._before).add(parameter)
 
     def remove(self) -> None:
         """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
 
+    def _is_within_another(self, name: str) -> bool:
+        return any(name.startswith(f"{other}.") for other in self._modules)
+
     def _enter(self, *_: object) -> None:
+        self._has_passed = False
         self._saved.__enter__()
 
     def _leave(self, module: nn.Module, args: object, output: Any) -> Any:
@@ -171,13 +191,33 @@ class _Watch:
         return type(output)(o.nan_to_num() if isinstance(o, Tensor) else o for o in output)
 
     def _pass_experts(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
-        self._has_passed = True
+        self._has_passed = self._was_passed = True
         return torch.full_like(output, math.nan)
 
     def _call(self, name: str, *_: object) -> None:
-        (self._after if self._has_passed else self._before).add(name)
+        if self._has_passed:
+            self._modules.add(name)
 
     def _save(self, tensor: Tensor) -> Tensor:
-        if self._has_passed and tensor.is_floating_point() and bool(tensor.isnan().any()):
-            self._saves_output = True
+        if self._has_passed:
+            self._saves = True
+            self._saves_output |= tensor.is_floating_point() and bool(tensor.isnan().any())
         return tensor
+
+
+class _Reads(TorchFunctionMode):
+    """Tells which weights of the watched layers functions are given."""
+
+    def __init__(self, watches: Sequence[_Watch]) -> None:
+        super().__init__()
+        self._watches = {parameter: watch for watch in watches for parameter in watch.parameters}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if any(isinstance(each, Tensor) for each in tree_leaves(found)):  # not a shape, nor a precision
+            for given in tree_leaves((args, kwargs)):
+                if id(given) in self._watches:
+                    self._watches[id(given)].read(id(given))
+        return found

@@ -63,13 +63,13 @@ class Visit:
     @property
     def bare(self) -> Visit:
         """Return what can be seen of it from outside: without what it does to gradients and activations."""
-        return bare_visit(self.block, self.is_backward, self.micro_batch)
+        return bare_visit(self.block, self.is_backward, self.micro_batch, stays=self.stays)
 
 
 @cache
-def bare_visit(block: int, is_backward: bool, micro_batch: int) -> Visit:
+def bare_visit(block: int, is_backward: bool, micro_batch: int, *, stays: bool = False) -> Visit:
     """Return what can be seen of a visit from outside: always the same object, as rounds are compared."""
-    return Visit(block, is_backward, micro_batch)
+    return Visit(block, is_backward, micro_batch, stays=stays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,8 @@ def _layers_back(
         of_layer = []
         for micro_batch in numbers:
             *others, _ = layer.blocks
-            visits = [Visit(block, micro_batch=micro_batch) for block in others if layer.is_recomputed]
+            again = others if layer.is_recomputed else ()
+            visits = [Visit(block, micro_batch=micro_batch, stays=True) for block in again]
             for index, block in enumerate(reversed(layer.blocks)):
                 visits.append(backward(block, micro_batch, restores=waits and index == 0))
             of_layer.append(visits)
@@ -404,9 +405,10 @@ def marked(
     last = {visit.block: number for number, visit in enumerate(seen) if visit.is_backward}
     passed: set[int] = set()
     visits = []
+    stays = _staying(seen)
     for number, visit in enumerate(seen):
         if not visit.is_backward:
-            visits.append(replace(visit, is_head=visit.block in heads))
+            visits.append(replace(visit, is_head=visit.block in heads, stays=number in stays))
             continue
         visits.append(
             replace(
@@ -420,6 +422,19 @@ def marked(
         )
         passed.add(visit.block)
     return visits
+
+
+def _staying(seen: Sequence[Visit]) -> set[int]:
+    """Return the places of visits after which a block stays until its backward, if that came."""
+    found: set[int] = set()
+    goes_back: dict[tuple[int, int], bool] = {}
+    """By block and micro-batch: whether the visit that comes next is a backward."""
+    for number, visit in reversed([*enumerate(seen)]):
+        key = visit.block, visit.micro_batch
+        if visit.stays and goes_back.get(key, False):
+            found.add(number)
+        goes_back[key] = visit.is_backward
+    return found
 
 
 def most_open(visits: Sequence[Visit]) -> int:

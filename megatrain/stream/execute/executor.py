@@ -217,6 +217,9 @@ class Executor:
             self.begin_between()
         if pins:
             self._pinned.append(visit)
+            self.seen[-1] = bare_visit(
+                visit.block, is_backward=False, micro_batch=visit.micro_batch, stays=True
+            )
 
     def _work_of_visit(self, visit: BlockVisit) -> float:
         if self.work is None or visit.block in self._ends:
@@ -396,9 +399,11 @@ class Executor:
     def _improvise(self, visit: BlockVisit, is_backward: bool, *, had_plan: bool) -> BlockPass:
         block, seen, heads = visit.block, self.seen, self.spec.ends.heads
         if (is_backward and self.gradients.has_runs) or self._foresight.gathers:
+            has_chunks = any(layer.num_chunks for layer in self.spec.layers)
             raise ModelError(
                 f"block {block} is passed in an order that was not foreseen, so it is not known how its "
-                "gradients add up in runs, and when ranks gather it; use one rank and parallel.shards=1"
+                "gradients add up in runs, and when ranks gather it; use "
+                f"{'expert_chunks=1, or ' if has_chunks else ''}one rank and parallel.shards=1"
             )
         if had_plan and not self._surprised:
             self._surprised = True

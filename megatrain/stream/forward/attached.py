@@ -241,7 +241,6 @@ class AttachedLayer:
         """The run of the layer that is going on; None: there is none."""
         self.give_way: Callable[[float], None] = lambda place: None
         """Lets other micro-batches come to a place in the layer, which begins at 0 and ends at 1."""
-        self.keeps_experts_output = blocks[0].block.keeps_experts_output
         self._parts = {block.index: block for block in blocks if block.block.rows is not None}
         self.chunks = _chunks(list(self._parts.values()))
         """The chunks of its experts, in the order of the forward; none: they do not come apart."""
@@ -251,6 +250,7 @@ class AttachedLayer:
         self._small: list[weakref.ref[Tensor]] = []
         self.is_behind_experts = bool(self.chunks) and len(blocks) > 1 + len(self._parts)
         """Whether a block of it runs behind its experts."""
+        self._around_experts = [] if self.experts is None else _around(module, self.experts.module)
 
     def arrange(
         self, executor: Executor, offloaded: OffloadedActivations, policy: Policy, boundaries: Boundaries
@@ -281,10 +281,24 @@ class AttachedLayer:
         """Name of the layer, or of its first fragment."""
         return self.blocks[0].block.name
 
+    @property
+    def trains_experts(self) -> bool:
+        """Whether a matrix of its experts is trained at this moment."""
+        return any(parameter.requires_grad for part in self._parts.values() for parameter in part.parameters)
+
+    @property
+    def keeps_experts_output(self) -> bool:
+        """Whether what autograd saves behind the experts may depend on what they return.
+
+        A caller's hook on what they return may do anything with it.
+        """
+        is_hooked = any(module._forward_hooks for module in self._around_experts)
+        return self.blocks[0].block.keeps_experts_output or is_hooked
+
     def kept_small(self, extras: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of small weights beside the experts, which leave the device before the backward.
 
-        They are shared for as long as any call has them: no weight changes before its backward.
+        They are shared by the micro-batches that run the experts together.
         """
         found = [kept for reference in self._small if (kept := reference()) is not None]
         if len(found) != len(extras):
@@ -319,6 +333,11 @@ class AttachedLayer:
                 "with fragments=False"
             )
         return self.running
+
+
+def _around(layer: nn.Module, experts: nn.Module) -> list[nn.Module]:
+    """List the experts of a layer, and what holds them, but for the layer."""
+    return [module for module in layer.modules() if module is not layer and experts in module.modules()]
 
 
 def _chunks(parts: Sequence[AttachedBlock]) -> list[Chunk]:

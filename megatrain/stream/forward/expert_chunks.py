@@ -41,6 +41,9 @@ class ChunkVisits(Protocol):
     def backward(self, block: int, run: Callable[[Tensor], Tensor | None]) -> None:
         """Visit a block's backward: `run` takes the weight, and returns its gradient if it wants one."""
 
+    def refuse_second_backward(self) -> None:
+        """Raise what says that a forward has one backward."""
+
     def begin_backward(self) -> None:
         """Take note that autograd has come to the experts."""
 
@@ -80,6 +83,7 @@ class ExpertsCall:
         *,
         keeps_input: bool,
         keeps_output: bool,
+        is_trained: bool,
     ) -> None:
         """Prepare a call.
 
@@ -92,11 +96,15 @@ class ExpertsCall:
             keeps_input: A claim that what flows in is kept by itself: the layer is recomputed, but not before
                 the experts have gone back.
             keeps_output: A claim that a recomputation of the layer needs what the call returned.
+            is_trained: A claim that a matrix of the experts is trained.
         """
         self._experts, self._beside, self._chunks, self._visits = experts, beside, chunks, visits
         self._keeps_input, self._keeps_output = keeps_input, keeps_output
         self._input: list[object] = []
         self._wants: list[bool] = []
+        self._is_trained = is_trained
+        self._goes_back = False
+        """Whether autograd comes back to the call: nothing before it may want a gradient."""
         self._autocast = Autocast(device)
         self._bounds: list[range] = []
         """By chunk: its rows among those of the sorted tokens."""
@@ -119,13 +127,14 @@ class ExpertsCall:
         routed = replace(given, extras=tuple(small))
         read = self._visits.read_later(routed.starts(self._experts.number))
         saved: tuple[Tensor, ...] = ()
-        if torch.is_grad_enabled():
-            self._wants = [tensor.requires_grad for tensor in given.differentiable]
+        self._wants = [tensor.requires_grad for tensor in given.differentiable]
+        self._goes_back = torch.is_grad_enabled() and (self._is_trained or any(self._wants))
+        if self._goes_back:
             saved = routed.saved
         if saved and self._keeps_input:
             flowing, shared = saved[: -len(small) or None], saved[len(saved) - len(small) :]
             self._input, saved = [*map(self._visits.keep, flowing), *shared], ()
-        ticket = _Enter.apply(self, ANCHOR, *given.differentiable) if torch.is_grad_enabled() else None
+        ticket = _Enter.apply(self, ANCHOR, *given.differentiable) if self._goes_back else None
         num_places = len(self._chunks) + 2
         for number in range(len(self._chunks)):
             give_way((number + 1) / num_places)
@@ -145,12 +154,18 @@ class ExpertsCall:
 
     def run_again(self, given: Routed, small: Sequence[Tensor]) -> Tensor:
         """Stand for the call in a recomputation of its layer, which wants what autograd saves."""
-        if self._keeps_input:
-            return given.hidden.new_zeros(given.hidden.shape)
+        again = _Again(self._output)
+        if self.is_done_by_itself:
+            return again.take_output(given)
         routed = replace(given, extras=tuple(small))
         ticket = _Enter.apply(None, ANCHOR, *given.differentiable)
-        found: Tensor = _Leave.apply(_Again(self._output), routed, ticket, *routed.saved)
+        found: Tensor = _Leave.apply(again, routed, ticket, *routed.saved)
         return found
+
+    @property
+    def is_done_by_itself(self) -> bool:
+        """Whether autograd saves nothing of the call in a recomputation of its layer."""
+        return self._keeps_input or not self._goes_back
 
     def compute(self, number: int, routed: Routed) -> None:
         """Compute the results of a chunk, without gradients."""
@@ -179,8 +194,10 @@ class ExpertsCall:
 
     def begin_backward(self, saved: Sequence[Tensor], gradient: Tensor) -> None:
         """Take what autograd has saved, and the gradient of what the call returned."""
-        self._visits.begin_backward()
         kept, self._input, self._output = self._input, [], None
+        if not (saved or kept):
+            self._visits.refuse_second_backward()
+        self._visits.begin_backward()
         saved = saved or [self._visits.bring(each) for each in kept]
         self._back = _Back(Routed.restored(saved), gradient, self._wants)
 

@@ -50,10 +50,7 @@ class _Entry(BlockVisit):
     def open_backward(self, *, is_again: bool = False) -> None:
         """Begin the backward if nothing has: a recomputation (again), a saved weight, or its own node."""
         if self._is_done:
-            raise ModelError(
-                f"a second backward through the same forward of block {self.attached.block.name}; its graph "
-                "is streamed once: run the forward again"
-            )
+            raise _second_backward(self.attached.block.name)
         if not self.is_backward:
             self.is_backward = True
             self.call.current.begin_backward()
@@ -236,7 +233,8 @@ class _Run:
         routed = Routed.of(hidden, chosen, weights, extras)
         if self.is_recomputation:
             assert visit.experts is not None
-            return visit.experts.run_again(routed, layer.kept_small(extras))
+            small = [] if visit.experts.is_done_by_itself else layer.kept_small(extras)
+            return visit.experts.run_again(routed, small)
         small = layer.kept_small(extras)
         if self.restore():
             layer.executor.close()
@@ -249,6 +247,7 @@ class _Run:
             layer.executor.lanes.device,
             keeps_input=layer.policy.reruns and not layer.is_behind_experts,
             keeps_output=layer.policy.reruns and layer.keeps_experts_output,
+            is_trained=layer.trains_experts,
         )
         return visit.experts.run(routed, small, self._give_way)
 
@@ -308,6 +307,14 @@ class _ChunkVisits:
         given = attached.line_up([gradient] if wants[0] else [], wants, self._visit.current.call)
         self._executor.close(given if wants[0] else None)
 
+    def refuse_second_backward(self) -> None:
+        """Raise what says that a forward has one backward.
+
+        Raises:
+            ModelError: Always.
+        """
+        raise _second_backward(self._visit.layer.name)
+
     def begin_backward(self) -> None:
         """Take note that autograd has come to the experts."""
         self._visit.current.begin_backward()
@@ -334,6 +341,13 @@ class _ChunkVisits:
     def _weight(self, entry: BlockVisit) -> Tensor:
         (alias,) = self._executor.slots.aliases(entry.block, entry.operation.slot)
         return alias.detach().requires_grad_(self._visit.layer.part(entry.block).parameters[0].requires_grad)
+
+
+def _second_backward(name: str) -> ModelError:
+    return ModelError(
+        f"a second backward through the same forward of block {name}; its graph is streamed once: run the "
+        "forward again"
+    )
 
 
 def _running(routes: Routes | None) -> AbstractContextManager[object]:

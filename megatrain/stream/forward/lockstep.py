@@ -99,9 +99,11 @@ class Lockstep:
             _Modes(self._device),
             _Surroundings(self._below),
         )
-        self._hub.switch()
-        surroundings.restore()
-        modes.restore()
+        try:
+            self._hub.switch()
+        finally:  # also where the others end this one: what it has entered is left in its own order
+            surroundings.restore()
+            modes.restore()
         random.restore()
         self._keeper.put_back(kept)
 
@@ -153,12 +155,14 @@ class Lockstep:
                 for worker in here if is_in_turn else reversed(here):
                     worker.switch()
         finally:
-            for worker in workers:
-                if not worker.dead:
-                    worker.throw(GreenletExit)
-            modes.restore()
-            self._next_layer.clear()
-            self._hub, self._workers = None, []
+            try:
+                for worker in workers:
+                    if not worker.dead:
+                        worker.throw(GreenletExit)
+            finally:
+                modes.restore()
+                self._next_layer.clear()
+                self._hub, self._workers = None, []
         ends[len(calls) - 1].restore()
         return [results[number] for number in range(len(calls))]
 

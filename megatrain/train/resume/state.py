@@ -8,6 +8,7 @@ counters, the schedule, the data position and the random generators.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.load import read_safetensors
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
+from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import make_private_directory, matching_names, remove_tree, write_bytes_durably
 from megatrain.layout.blocks import split_part_name
@@ -163,6 +165,7 @@ class _Part:
 
 def _read_block(block: BlockState, source: Path, where: Mapping[str, Sequence[_Part]]) -> None:
     wanted = block.optimizer_tensors()
+    row_numel = {entry.key: math.prod(entry.shape[1:]) for entry in block.layout.trained}
     missing = {key: tensor.numel() for key, tensor in wanted.items()}
     parts: dict[Path, list[tuple[str, _Part]]] = {}
     for key in wanted:
@@ -171,15 +174,21 @@ def _read_block(block: BlockState, source: Path, where: Mapping[str, Sequence[_P
     for file, of_file in parts.items():
         with read_safetensors(file) as tensors:
             for key, part in of_file:
-                missing[key] -= _copy_part(source, key, wanted[key], tensors[part.key], part.rows)
+                of_row = row_numel[key.partition("/")[2]]
+                missing[key] -= _copy_part(source, key, wanted[key], tensors[part.key], part.rows, of_row)
     for key in (key for key, numel in missing.items() if numel):
         raise CheckpointError(
             f"{source} has no {key}: it is of another model, train.precision or optim.state"
         )
 
 
-def _copy_part(source: Path, key: str, tensor: Tensor, saved: Tensor, saved_rows: range | None) -> int:
-    """Copy what a saved tensor has of a wanted one, and return how many elements that is."""
+def _copy_part(
+    source: Path, key: str, tensor: Tensor, saved: Tensor, saved_rows: range | None, row_numel: int
+) -> int:
+    """Copy what a saved tensor has of a wanted one, and return how many elements that is.
+
+    A row of the parameter has `row_numel` elements.
+    """
     _, rows = split_part_name(key)
     is_like = saved.shape == tensor.shape if saved_rows == rows else saved.shape[1:] == tensor.shape[1:]
     if not is_like or saved.dtype != tensor.dtype:
@@ -187,7 +196,7 @@ def _copy_part(source: Path, key: str, tensor: Tensor, saved: Tensor, saved_rows
             f"{source}: {key} is {tuple(saved.shape)} {saved.dtype}, but the model needs "
             f"{tuple(tensor.shape)} {tensor.dtype}"
         )
-    there, here = _elements(saved, saved_rows), _elements(tensor, rows)
+    there, here = _elements(saved, saved_rows, row_numel), _elements(tensor, rows, row_numel)
     start, stop = max(there.start, here.start), min(there.stop, here.stop)
     if start >= stop:
         return 0
@@ -196,11 +205,12 @@ def _copy_part(source: Path, key: str, tensor: Tensor, saved: Tensor, saved_rows
     return stop - start
 
 
-def _elements(tensor: Tensor, rows: range | None) -> range:
+def _elements(tensor: Tensor, rows: range | None, row_numel: int) -> range:
     """Return which elements of a whole plane a tensor has that is of some rows of the parameter."""
     if rows is None:
         return range(tensor.numel())
-    start = rows.start * tensor.numel() // len(rows)  # parts begin where scales do
+    per_element = 1 if tensor.numel() == len(rows) * row_numel else SCALE_NUMEL
+    start = rows.start * row_numel // per_element  # parts begin where scales do
     return range(start, start + tensor.numel())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,7 +63,7 @@ def test_attention_is_what_compiles_of_such_a_layer() -> None:
         ("qwen3_moe", {"lockstep": 2, "num_gradient_buffers": 1}, "gradients of 2 fragments"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(family: str, settings: dict[str, object], sentence: str) -> None:
+def test_what_cannot_be_is_one_sentence(family: str, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         start(config={**FAMILIES, **APART}[family](), expert_chunks=4, **settings)
 
