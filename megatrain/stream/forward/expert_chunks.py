@@ -25,7 +25,7 @@ from torch import Tensor
 from megatrain.model.experts.apart import Experts
 from megatrain.model.experts.products import Beside, ChunkRows, Routed, first_product, second_product
 from megatrain.model.selective import kept_by_none
-from megatrain.stream.activations.torch_state import Autocast
+from megatrain.model.torch_state import Autocast
 from megatrain.stream.forward.stream_weights import ANCHOR
 
 
