@@ -92,7 +92,7 @@ def test_a_callers_own_backward_is_the_same() -> None:
     engine.detach()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])
 def test_adapters_of_experts_equal_resident_ones(family: str) -> None:
     """PEFT adds them to whole matrices, of which a chunk has a part."""
     pytest.importorskip("peft")
