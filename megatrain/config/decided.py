@@ -120,6 +120,8 @@ def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
     if now.activation_budget == AUTO:
         budget = then.get("activation_budget", AUTO)
         train["activation_budget"] = ALL if budget == AUTO else budget
+    if now.tile_tokens == AUTO:
+        train["tile_tokens"] = then.get("tile_tokens", AUTO)
     if is_open and (now.tokens_per_step == AUTO or now.tokens_per_step >= size * row_tokens):
         train["micro_batch_size"] = size
     return _changed(config, train=train, data={"seq_len": seq_len})

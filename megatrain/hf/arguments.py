@@ -71,6 +71,9 @@ class MegatrainArguments:
     """The device memory for streaming, in bytes or as `64GiB`; None means all there is."""
     tiers: Tiers | None = None
     """The drives, and the state that lives there."""
+    tile_tokens: int | None = None
+    """The tokens of a tile of a long row, which decides the last bits (`train.tile_tokens`); None: as many as
+    follow from `seq_len`."""
     shards: int | None = None
     """The number of runs of a step in which gradients add up: a power of two, which decides the bits
     (`parallel.shards`). None means as many as ranks."""
@@ -79,12 +82,18 @@ class MegatrainArguments:
         """Refuse what would be refused only after the model is loaded.
 
         Raises:
-            ConfigError: `seq_len`, `compile`, `activation_budget` or `shards` is none that there is.
+            ConfigError: `seq_len`, `compile`, `activation_budget`, `tile_tokens` or `shards` is none that
+                there is.
         """
         if self.seq_len is not None and self.seq_len < 2:
             raise ConfigError(f"MegatrainArguments(seq_len={self.seq_len}): a row has at least 2 tokens")
         require_compile(self.compile)
         require_budget(self.activation_budget)
+        if self.tile_tokens is not None and self.tile_tokens < 0:
+            raise ConfigError(
+                f"MegatrainArguments(tile_tokens={self.tile_tokens}): a tile has at least 1 token; 0 lets rows "
+                "pass whole"
+            )
         if self.shards is not None:
             require_power_of_two(self.shards, f"MegatrainArguments(shards={self.shards})")
 
@@ -141,6 +150,7 @@ class MegatrainArguments:
             num_micro_batches=args.gradient_accumulation_steps,
             num_passes_before=num_passes_before,
             num_runs=shards,
+            tile_tokens=self.tile_tokens,
         )
         batch.runs.shared_out(num_ranks)
         return batch

@@ -317,6 +317,7 @@ class Config(Section):
             rows_each=self.rows_each,
             num_runs=self.parallel.shards or 1,
             sequence=self.parallel.sequence,
+            tile_tokens=None if self.train.tile_tokens == AUTO else self.train.tile_tokens,
         )
 
     @property

@@ -15,6 +15,7 @@ from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO, Choice
 from megatrain.config.defaults import default_batch
 from megatrain.config.plan import Plan
+from megatrain.config.tiles import tile_of
 from megatrain.data.context import context_length
 from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError, ModelError
@@ -122,9 +123,10 @@ def _count(
         "precision": given.job.precision.value,
         "sequence": given.job.batch.sequence,
         "compiles": given.compiles,
-    }
+    } | changes
+    shape["tile"] = tile_of(shape["seq_len"], given.job.batch.tile_tokens)
     chunk = choice.given.get("head_chunk_tokens")
-    return count_model(model, **{**shape, **changes}, head_chunk_tokens=chunk, device_type=device_type)
+    return count_model(model, **shape, head_chunk_tokens=chunk, device_type=device_type)
 
 
 def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: HardwareSpec) -> Request:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.config.tiles import tile_of
 from megatrain.data.context import context_length
 from megatrain.errors import ModelError, os_errors
 from megatrain.hardware import HardwareSpec
@@ -189,6 +190,7 @@ def shape_of(
     """Return the inputs of a count beside the model, as arguments of `count_anatomy`."""
     is_packed = (packing or config.data.packing) == "best_fit"
     attention = attention_of(config, has_varlen=is_packed and device_type == "accelerator")
+    tile = tile_of(changes.get("seq_len", config.data.seq_len), config.batch.tile_tokens)
     return {
         "micro_batch_size": config.batch.micro_batch_size,
         "seq_len": config.data.seq_len,
@@ -199,6 +201,7 @@ def shape_of(
         **({} if config.adaptation is None else {"adaptation": config.adaptation}),
         **({"is_packed": True} if is_packed else {}),
         **({"sequence": config.parallel.sequence} if config.parallel.sequence > 1 else {}),
+        **({"tile": tile} if tile else {}),
         **({"compiles": True} if _compiles(config, device_type) else {}),
         **({"loss": "rows"} if config.objective.rows.is_judged else {}),
         **changes,
