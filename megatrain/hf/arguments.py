@@ -19,6 +19,7 @@ from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hf.ranks import own_state
+from megatrain.model.sequence.range import OF_TRAINER, RowRange, check_row
 from megatrain.store.placement import Tiers
 from megatrain.stream.forward.attention import prefers_cudnn
 from megatrain.stream.lanes.devices import compute_device
@@ -91,7 +92,7 @@ class MegatrainArguments:
     def attach_settings(
         self,
         args: TrainingArguments,
-        context: int | None,
+        rows: RowRange,
         precision: str,
         num_passes_before: int = 0,
         ranks: Ranks | Alone = ALONE,
@@ -100,7 +101,7 @@ class MegatrainArguments:
 
         Args:
             args: The arguments of the trainer, as `mapped` returns them.
-            context: The number of tokens that the model can see.
+            rows: The range of the model.
             precision: The precision, as `precision_of` returns it.
             num_passes_before: The number of passes before the loss, as in `StepBatch`.
             ranks: The ranks that train together.
@@ -109,7 +110,7 @@ class MegatrainArguments:
             "ranks": ranks,
             "device": self.device if self.device is not None else args.device,
             "precision": precision,
-            "batch": self.batch(args, context, num_passes_before, ranks.size),
+            "batch": self.batch(args, rows, num_passes_before, ranks.size),
             "compile": self.compile,
             "activation_budget": self.activation_budget,
             "optimizer_state": self.optimizer_state,
@@ -120,7 +121,7 @@ class MegatrainArguments:
         }
 
     def batch(
-        self, args: TrainingArguments, context: int | None, num_passes_before: int = 0, num_ranks: int = 1
+        self, args: TrainingArguments, rows: RowRange, num_passes_before: int = 0, num_ranks: int = 1
     ) -> StepBatch:
         """Return the batch of a step of all ranks together.
 
@@ -129,12 +130,10 @@ class MegatrainArguments:
         """
         shards = num_ranks if self.shards is None else self.shards
         require_power_of_two(shards, f"MegatrainArguments(shards={shards})")
-        if self.seq_len is not None and context is not None and self.seq_len > context:
-            raise ConfigError(
-                f"MegatrainArguments(seq_len={self.seq_len}) is beyond the model's context of {context} "
-                f"tokens; use {context} or less"
-            )
-        longest = self.seq_len or getattr(args, "max_length", None) or min(context or 4096, 4096)
+        if self.seq_len is not None:
+            check_row(self.seq_len, rows, named="MegatrainArguments: seq_len", extends=OF_TRAINER)
+        most = getattr(args, "max_length", None) or 4096
+        longest = self.seq_len or min(most, rows.longest or most)
         batch = StepBatch(
             micro_batch_size=args.per_device_train_batch_size,
             seq_len=longest,
