@@ -131,7 +131,7 @@ class MegatrainArguments:
         shards = num_ranks if self.shards is None else self.shards
         require_power_of_two(shards, f"MegatrainArguments(shards={shards})")
         if self.seq_len is not None:
-            check_row(self.seq_len, rows, named="MegatrainArguments: seq_len", extends=OF_TRAINER)
+            check_row(self.seq_len, rows, named="MegatrainArguments(seq_len={seq_len})", extends=OF_TRAINER)
         most = getattr(args, "max_length", None) or 4096
         longest = self.seq_len or min(most, rows.longest or most)
         batch = StepBatch(

@@ -27,7 +27,7 @@ def refuse_long(batches: Sequence[Any], model: PreTrainedModel) -> None:
         if not isinstance(ids, Tensor) or ids.ndim < 2 or rows.longest is None:
             continue
         if ids.shape[-1] > rows.longest:  # masks are read for these alone, since that waits for the device
-            check_row(_longest(ids, batch), rows, named="a row of", extends=OF_TRAINER)
+            check_row(_longest(ids, batch), rows, named="a row of {seq_len} tokens", extends=OF_TRAINER)
 
 
 def _longest(ids: Tensor, batch: Mapping[str, Any]) -> int:

@@ -122,7 +122,7 @@ def check_row(
     seq_len: int,
     rows: RowRange,
     *,
-    named: str = "data.seq_len",
+    named: str = "data.seq_len {seq_len}",
     extends: str = OF_RUN,
     is_set: bool = False,
 ) -> None:
@@ -131,7 +131,7 @@ def check_row(
     Args:
         seq_len: The number of tokens of the row.
         rows: The range of the model.
-        named: The name of what says how long a row is.
+        named: The words for the row, with its `seq_len`.
         extends: One of `OF_RUN`, `OF_LOAD` and `OF_TRAINER`, for the way out.
         is_set: Whether the scaling of the model was set there.
 
@@ -146,5 +146,6 @@ def check_row(
     if rows.rope_type and rows.native and (is_set or not rows.scaling):
         ways.append(extends.format(factor=math.ceil(seq_len / rows.native)))
     raise ConfigError(
-        f"{named} {seq_len} is beyond the model's context of {longest} tokens{scaling}; {', or '.join(ways)}"
+        f"{named.format(seq_len=seq_len)} is beyond the model's context of {longest} tokens{scaling}; "
+        f"{', or '.join(ways)}"
     )

@@ -109,10 +109,11 @@ def _require_same(own: Mapping[str, Any], asked: Mapping[str, Any], name: str) -
     if _ORIGINAL in has:
         wanted.setdefault(_ORIGINAL, has[_ORIGINAL])
     if has != wanted:
+        first = {key: has[key] for key in ("rope_type", "factor") if key in has}
+        said = ", ".join(f"{key} {_short(value)}" for key, value in (first | has).items())
         raise ConfigError(
             f"rope_scaling is {described(asked)}, but the {name} model has rotary embeddings that are scaled "
-            f"in another way: {', '.join(f'{key} {_short(value)}' for key, value in has.items())}; leave "
-            "model.rope_scaling out, or give a model whose config.json has none"
+            f"in another way: {said}; leave rope_scaling out, or give a model whose config.json has none"
         )
 
 

@@ -131,7 +131,7 @@ def attach(
             "tiers=megatrain.Tiers(nvme=[DIRECTORY, ...])"
         )
     if batch is not None:
-        check_row(batch.seq_len, row_range(model.config), named="batch.seq_len", extends=OF_LOAD)
+        check_row(batch.seq_len, row_range(model.config), named="batch.seq_len {seq_len}", extends=OF_LOAD)
     sequence = 1 if batch is None else batch.sequence
     if sequence > 1:
         refuse_config(model.config, sequence)

@@ -154,7 +154,9 @@ def load(
         scale_rope(config, rope_scaling)
     if batch is not None:
         is_set = rope_scaling is not None
-        check_row(batch.seq_len, row_range(config), named="batch.seq_len", extends=OF_LOAD, is_set=is_set)
+        check_row(
+            batch.seq_len, row_range(config), named="batch.seq_len {seq_len}", extends=OF_LOAD, is_set=is_set
+        )
     dtype = torch.float32 if job.precision is Precision.FP32 else torch.bfloat16
     attention = implementation_of(config, attn_implementation, dtype)
     model = build_skeleton(config, dtype=dtype, attn_implementation=attention)

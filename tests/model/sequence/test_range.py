@@ -153,7 +153,7 @@ def test_rows_beyond_the_range_are_refused_with_the_way_out() -> None:
     with pytest.raises(
         ConfigError, match=r"^batch\.seq_len .*load\(\.\.\., rope_scaling={'rope_type': 'yarn', 'fa"
     ):
-        check_row(513, rows, named="batch.seq_len", extends=OF_LOAD)
+        check_row(513, rows, named="batch.seq_len {seq_len}", extends=OF_LOAD)
 
 
 def test_rows_beyond_a_scaled_range_are_refused_with_the_factor_that_is_enough() -> None:
