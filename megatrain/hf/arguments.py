@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.budgets import ALL, require_budget, require_compile
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.rope import read_rope_scaling
 from megatrain.config.runs import require_power_of_two
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
@@ -58,6 +59,8 @@ class MegatrainArguments:
     seq_len: int | None = None
     """The number of tokens of the longest row, for the plan; None takes `max_length` of TRL's arguments, or
     the model's context, at most 4,096."""
+    rope_scaling: Mapping[str, Any] | None = None
+    """The scaling of the rotary embeddings of a model that is given by its path, as in `megatrain.load`."""
     optimizer_state: str = "fp32"
     """The format of the moments: `fp32`, or `bf16` or `int8`, which are not exact."""
     compile: str = "auto"
@@ -80,10 +83,13 @@ class MegatrainArguments:
         """Refuse what would be refused only after the model is loaded.
 
         Raises:
-            ConfigError: `seq_len`, `compile`, `activation_budget` or `shards` is none that there is.
+            ConfigError: `seq_len`, `rope_scaling`, `compile`, `activation_budget` or `shards` is none that
+                there is.
         """
         if self.seq_len is not None and self.seq_len < 2:
             raise ConfigError(f"MegatrainArguments(seq_len={self.seq_len}): a row has at least 2 tokens")
+        if self.rope_scaling is not None:
+            read_rope_scaling(self.rope_scaling)
         require_compile(self.compile)
         require_budget(self.activation_budget)
         if self.shards is not None:
@@ -131,7 +137,13 @@ class MegatrainArguments:
         shards = num_ranks if self.shards is None else self.shards
         require_power_of_two(shards, f"MegatrainArguments(shards={shards})")
         if self.seq_len is not None:
-            check_row(self.seq_len, rows, named="MegatrainArguments(seq_len={seq_len})", extends=OF_TRAINER)
+            check_row(
+                self.seq_len,
+                rows,
+                named="MegatrainArguments(seq_len={seq_len})",
+                extends=OF_TRAINER,
+                is_set=self.rope_scaling is not None,
+            )
         most = getattr(args, "max_length", None) or 4096
         longest = self.seq_len or min(most, rows.longest or most)
         batch = StepBatch(

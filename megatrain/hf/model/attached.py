@@ -65,16 +65,18 @@ def load_path(path: str, asked: MegatrainArguments, settings: Settings) -> PreTr
     kwargs = dict(getattr(settings.args, "model_init_kwargs", None) or {})
     attention = kwargs.pop("attn_implementation", None)
     kwargs.pop("dtype", None)  # `precision_of` has read it
-    scaling = kwargs.pop("rope_scaling", None)
     if kwargs:
+        scaled = {"rope_scaling", "rope_parameters"} & kwargs.keys()
+        way = "MegatrainArguments(rope_scaling=...)" if scaled else "a model in place of its path"
         raise ConfigError(
             f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; "
-            "pass a model in place of its path"
+            f"pass {way}"
         )
     config = read_config(path)
-    scale_rope(config, scaling)
+    scale_rope(config, asked.rope_scaling)
     given = asked.attach_settings(*settings.of(config))
     given = {name: given[name] for name in _OF_LOADING}
+    scaling = asked.rope_scaling
     return load(path, asked.choice, attn_implementation=attention, rope_scaling=scaling, **given).train()
 
 

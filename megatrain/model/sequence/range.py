@@ -27,7 +27,7 @@ _TIMES_FACTOR = (YARN, LINEAR, "dynamic")
 
 OF_RUN = "model.rope_scaling='{{rope_type: yarn, factor: {factor}}}'"
 OF_LOAD = "load(..., rope_scaling={{'rope_type': 'yarn', 'factor': {factor}}})"
-OF_TRAINER = "model_init_kwargs={{'rope_scaling': {{'rope_type': 'yarn', 'factor': {factor}}}}}"
+OF_TRAINER = "MegatrainArguments(rope_scaling={{'rope_type': 'yarn', 'factor': {factor}}})"
 """What extends the range, by the place in which it is set."""
 
 
