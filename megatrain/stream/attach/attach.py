@@ -20,8 +20,8 @@ from megatrain.hardware.environment import warn_of_unset
 from megatrain.model.blocks import find_blocks
 from megatrain.model.sequence.check import refuse_config, refuse_model
 from megatrain.model.sequence.range import OF_LOAD, check_row, row_range
+from megatrain.model.torch_state import RandomState
 from megatrain.store.placement import Tiers
-from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.attach.bind import bind, plan_layouts
 from megatrain.stream.attach.resolve import Conditions, resolve
 from megatrain.stream.choice_checks import (
