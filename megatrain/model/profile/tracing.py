@@ -286,6 +286,7 @@ class _Peak:
 def _run(call: LayerCall, hidden: Tensor, policy: Policy, entered: _Entered, saved: SavedTensors) -> Any:
     args, kwargs = call.given(hidden)
     if not policy.reruns:
+        saved.share(args, kwargs)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held):
             return entered.run(args, kwargs)
     options: dict[str, Any] = {}

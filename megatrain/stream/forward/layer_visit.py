@@ -25,7 +25,9 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.experts.products import Routed, beside_of
 from megatrain.model.experts.routes import Routes, watched
+from megatrain.model.places import Place, exchange
 from megatrain.model.selective import KeptResults
+from megatrain.model.sequence.positions import shared_tensors
 from megatrain.stream.activations.kept_results import saving
 from megatrain.stream.activations.recompute import Contexts, Recomputation
 from megatrain.stream.activations.saved_tensors import Held
@@ -33,7 +35,7 @@ from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.expert_chunks import ExpertsCall
 from megatrain.stream.forward.passes import Pass
-from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights
+from megatrain.stream.forward.stream_weights import SavedWeight, stream_weights
 
 
 class _Entry(BlockVisit):
@@ -78,6 +80,8 @@ class LayerVisit:
         """Those that are on the device again, for their backward."""
         self.addresses = range(0)
         """Of the fragment's place that is open in the first run, or was last."""
+        self._shared: frozenset[int] = frozenset()
+        """The addresses of what all layers are given, such as rotary tables, where saved tensors leave."""
         self.experts: ExpertsCall | None = None
         """The call of the layer's experts, where these come apart."""
         self._has_run = False
@@ -118,6 +122,8 @@ class LayerVisit:
             kept = recomputation.first_run(args, kwargs)
         else:
             _refuse_autocast(layer, policy, device)
+            if policy.is_offloaded:
+                self._shared = frozenset(map(_address, shared_tensors(args, kwargs)))
             kept = saved_tensors_hooks(self._pack, self._unpack)
             if routes is not None:
                 kept = _together(routes.running(), kept)
@@ -178,7 +184,7 @@ class LayerVisit:
             place = self.entries[number].place
             if place is not None:
                 return SavedWeight.of(tensor, place, number)
-        if self.layer.policy.is_offloaded:
+        if self.layer.policy.is_offloaded and _address(tensor) not in self._shared:
             return self.layer.offloaded.save(tensor, self._key)
         # a node that saved its own output, graph and all, would never be freed
         return tensor.detach() if tensor.requires_grad else tensor
@@ -359,6 +365,10 @@ class _ChunkVisits:
     def _weight(self, entry: BlockVisit) -> Tensor:
         (alias,) = self._executor.slots.aliases(entry.block, entry.operation.slot)
         return alias.detach().requires_grad_(self._visit.layer.part(entry.block).parameters[0].requires_grad)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -1
 
 
 def _second_backward(name: str) -> ModelError:
