@@ -162,7 +162,8 @@ class MemoryConfig(Section):
     """Device buffers of one block each. null = as planned: 2 or more overlap copies with compute."""
     activations: Annotated[str, one_of("auto", *POLICIES), Field(description=_ACTIVATIONS)] = "auto"
     boundaries: Annotated[str, one_of("auto", *BOUNDARIES)] = "auto"
-    """The place where inputs of recomputed layers wait for the backward. `nvme` = on the drives of
+    """The place where inputs of recomputed layers wait for the backward, and what
+    `keep_attention` keeps. `nvme` = on the drives of
     `memory.tiers`, where then also goes what `activations: offload` saves."""
     fragments: bool | Literal["auto"] = "auto"
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""

@@ -387,6 +387,8 @@ def _layer(fragments: tuple[Fragment, ...], traces: Traces, run: int) -> Layer:
         route_bytes=traces[RECOMPUTE.name].route_bytes,
         rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
         compiled=keep.compiled,
+        results_room_bytes={p: t.results_room_bytes for p, t in every.items()},
+        results_copied_bytes={p: t.results_copied_bytes for p, t in every.items()},
     )
 
 

@@ -29,6 +29,7 @@ from megatrain.stream.choice_checks import (
     check_runs,
     refuse_on_drives,
     require_drives,
+    say_what_runs_twice,
     uncompiled,
 )
 from megatrain.stream.engine import Engine
@@ -168,6 +169,7 @@ def attach(
     blocks = find_blocks(model, **choice.split)
     check_choice(choice, blocks, compiles=compiles)
     check_runs(choice, job.runs.number)
+    say_what_runs_twice(model, choice, lanes.device, job.precision)
     say_how(compile, lanes.device, compiles=compiles, budget=activation_budget)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, job.precision)
