@@ -60,26 +60,26 @@ class GroupedAttention:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module of (rows, tokens, width)."""
-        given = _Given.of(*map(_without_caches, (args, kwargs)))
-        if given is None or given.hidden.shape[1] <= self.tokens:
+        given, hidden = _Given.of(*map(_without_caches, (args, kwargs)))
+        if given is None or given.length <= self.tokens:
             return self.whole(args, kwargs)
         run = _Run(self, given)
-        core = run.core()
+        core = run.core(hidden)
         if core is None:
             return self.whole(args, kwargs)
         modules = [self.module] if self.before is None else [self.before, self.module]
-        call = _Call(modules, self.tokens, self.uses, run, core)
-        output = called(call, given.hidden)
+        call = _Call(modules, self.tokens, self.uses, hidden, run, core)
+        output = called(call, hidden)
         return output, *[None] * call.num_others
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module on whole rows."""
         if self._norm is None:
             return self.inner(*args, **kwargs)
-        given = _Given.of(args, kwargs, with_cache=True)
+        given, hidden = _Given.of(args, kwargs, with_cache=True)
         if given is None:
             raise ModelError(f"{type(self.module).__name__} was called without a hidden state")
-        return given.run(self.inner, self._norm(given.hidden))
+        return given.run(self.inner, self._norm(hidden))
 
     def tile(self, given: _Given, part: Tensor) -> Any:
         """Run the module on a tile."""
@@ -88,44 +88,49 @@ class GroupedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a module is called with; the first tensor of it is the hidden state."""
+    """What a module is called with beside its hidden state, which nothing holds here."""
 
-    hidden: Tensor
     key: int | str
+    """The hidden state's place: it is the first tensor of the arguments."""
+    length: int
+    """Its tokens."""
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_cache: bool = False) -> _Given | None:
-        """Find the hidden state; None: there is none of (rows, tokens, width), or a cache beside it."""
-        if not with_cache and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            return None
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_cache: bool = False
+    ) -> tuple[_Given | None, Tensor]:
+        """Part the hidden state from the rest; None: there is none of (rows, tokens, width), or a cache."""
         keys: list[int | str] = [*range(len(args)), *kwargs]
-        for key, value in zip(keys, [*args, *kwargs.values()], strict=True):
-            if isinstance(value, Tensor):
-                is_hidden = value.dim() == 3 and value.is_floating_point()
-                return cls(value, key, args, kwargs) if is_hidden else None
-        return None
+        values = dict(zip(keys, [*args, *kwargs.values()], strict=True))
+        key = next((key for key, value in values.items() if isinstance(value, Tensor)), None)
+        has_cache = not with_cache and any(isinstance(value, Cache) for value in values.values())
+        hidden = torch.empty(0) if key is None else values[key]
+        if key is None or has_cache or hidden.dim() != 3 or not hidden.is_floating_point():
+            return None, hidden
+        rest = [None if n == key else value for n, value in enumerate(args)]
+        named = {name: None if name == key else value for name, value in kwargs.items()}
+        return cls(key, hidden.shape[1], rest, named), hidden
 
     def run(self, inner: Callable[..., Any], hidden: Tensor) -> Any:
-        """Call a function with another hidden state."""
+        """Call a function with a hidden state."""
         args = [hidden if n == self.key else value for n, value in enumerate(self.args)]
         return inner(*args, **{k: hidden if k == self.key else value for k, value in self.kwargs.items()})
 
     def tile(self, tile: slice) -> tuple[_Given, dict[int, Tensor]]:
         """Return the same for some tokens, and the whole of every tensor that was cut, by its part's id."""
         wholes: dict[int, Tensor] = {}
-        length = self.hidden.shape[1]
 
         def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value is self.hidden:
+            if not isinstance(value, Tensor):
                 return value
-            part = value[:, tile] if value.dim() > 1 and value.shape[1] == length else value
+            part = value[:, tile] if value.dim() > 1 and value.shape[1] == self.length else value
             wholes[id(part)] = value
             return part
 
-        args, kwargs = tree_map(cut, (self.args, dict(self.kwargs)))
-        return _Given(self.hidden, self.key, args, kwargs), wholes
+        args, kwargs = tree_map(cut, (list(self.args), dict(self.kwargs)))
+        return _Given(self.key, self.length, args, kwargs), wholes
 
 
 def _without_caches(given: Any) -> Any:
@@ -197,11 +202,6 @@ class _Run:
     def __init__(self, attention: GroupedAttention, given: _Given) -> None:
         self.module, self._attention, self._given = attention.module, attention, given
 
-    @property
-    def hidden(self) -> Tensor:
-        """Return the hidden state that the module is given."""
-        return self._given.hidden
-
     def asked(self, part: Tensor, tile: slice) -> _Asked:
         """Return what a tile asks attention for."""
         given, _ = self._given.tile(tile)
@@ -218,11 +218,11 @@ class _Run:
         with _attended_by(lambda _: (attended, None)):
             return self._attention.tile(given, part)
 
-    def core(self) -> _Core | None:
+    def core(self, hidden: Tensor) -> _Core | None:
         """Find the attention of whole rows, from what the first tile asks for; None: it cannot be known."""
         tile = slice(0, self._attention.tokens)
         given, wholes = self._given.tile(tile)
-        part = given.hidden[:, tile].detach().contiguous()
+        part = hidden[:, tile].detach().contiguous()
         try:
             with _attended_by(_stop), kept_by_none(), torch.no_grad():
                 self._attention.tile(given, part)
@@ -252,8 +252,10 @@ class _Run:
 class _Call(TiledCall):
     """One call."""
 
-    def __init__(self, modules: Sequence[nn.Module], tokens: int, uses: int, run: _Run, core: _Core) -> None:
-        super().__init__(modules, tokens, uses, run.hidden)
+    def __init__(
+        self, modules: Sequence[nn.Module], tokens: int, uses: int, hidden: Tensor, run: _Run, core: _Core
+    ) -> None:
+        super().__init__(modules, tokens, uses, hidden)
         self._run, self._core = run, core
         self.num_others = 0
         """The values that the module returns beside its output: none of them is a tensor."""
@@ -470,11 +472,11 @@ def groupable(attention: GroupedAttention, args: Sequence[Any], kwargs: Mapping[
         attended.append(output[0])
         return output
 
-    given = _Given.of(args, kwargs)
+    given, state = _Given.of(args, kwargs)
     if given is None:
         return False
     with _attended_by(attend):
-        expected = given.run(attention.inner, given.hidden)
+        expected = given.run(attention.inner, state)
     if (
         len(attended) != 1
         or not isinstance(expected, tuple)
@@ -482,10 +484,10 @@ def groupable(attention: GroupedAttention, args: Sequence[Any], kwargs: Mapping[
     ):
         return False
     run = _Run(attention, given)
-    if run.core() is None:
+    if run.core(state) is None:
         return False
-    tile = slice(0, given.hidden.shape[1])
-    hidden = given.hidden.detach().requires_grad_()
+    tile = slice(0, given.length)
+    hidden = state.detach().requires_grad_()
     with torch.enable_grad():
         part = attended[0].detach().requires_grad_()
         output = run.output(hidden, part, tile)[0]
