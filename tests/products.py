@@ -54,6 +54,27 @@ def every_value(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     return _with_the_others(axes, chosen)
 
 
+def sample(rows: Sequence[Mapping[str, int]], one_in: int) -> set[int]:
+    """Choose one row in so many, always the same ones, with as many values of each axis as can be.
+
+    Args:
+        rows: The place of a row's value on each axis, by the axis.
+        one_in: The number of rows of which one is chosen.
+
+    Returns:
+        The places of the chosen rows.
+    """
+    spread = sorted(range(len(rows)), key=lambda place: (place % one_in, place))
+    chosen: set[int] = set()
+    seen: set[tuple[str, int]] = set()
+    while len(chosen) < -(-len(rows) // one_in):
+        left = [place for place in spread if place not in chosen]
+        best = max(left, key=lambda place: len(rows[place].items() - seen))
+        chosen.add(best)
+        seen |= rows[best].items()
+    return chosen
+
+
 def _with_the_others(axes: Mapping[str, Sequence[Any]], chosen: list[Any]) -> pytest.MarkDecorator:
     others = [row for row in itertools.product(*axes.values()) if row not in chosen]
     rows = chosen + [pytest.param(*row, marks=pytest.mark.parity) for row in others]

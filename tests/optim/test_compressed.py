@@ -230,6 +230,7 @@ def test_kernel_equals_the_reference(
         assert_same(actual, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk_numel", [1, 1000, 1 << 22])
 @pytest.mark.parametrize("special", [None, EXTREME, [math.inf, math.nan, -math.inf, 1.0]])
 @pytest.mark.parametrize("split", [True, False])

@@ -47,6 +47,7 @@ def layer_drop() -> PretrainedConfig:
     )
 
 
+@pytest.mark.sampled(2)
 @every_value(activations=["recompute", "keep", "drop_boundary"], lockstep=[2, 4])
 def test_layers_dropped_in_lockstep_equal_resident(activations: str, lockstep: int) -> None:
     reference, engine, optimizer = attached(
@@ -68,6 +69,7 @@ def recurrent() -> PretrainedConfig:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activations", ["recompute", "keep", "drop_boundary"])
 def test_layers_that_run_again_equal_resident_in_one_micro_batch(activations: str) -> None:
     reference, engine, optimizer = attached(make_model(recurrent()), activations=activations)

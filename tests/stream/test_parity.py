@@ -61,6 +61,7 @@ def test_family_equals_resident(family: str, device: str, steps: int) -> None:
     check_parity(family, device=device, steps=steps)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "row"),
     [
@@ -104,6 +105,7 @@ def test_unclipped_training_equals_resident(max_grad_norm: float | None) -> None
     check_parity("llama_tied", max_grad_norm=max_grad_norm, num_micro_batches=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_generators_that_go_on_equal_resident(num_micro_batches: int, activations: str) -> None:

@@ -46,6 +46,7 @@ def test_a_step_of_equal_micro_batches_is_a_step_of_one(settings: dict[str, Any]
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.sampled(3)
 @every_pair(
     family=["mixtral", "qwen3_moe"],
     lockstep=[1, 2],

@@ -39,6 +39,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", rows(), ids=lambda row: "-".join(map(str, row.values())))
 def test_runs_equal_a_tree_of_resident_sums(row: dict[str, Any]) -> None:
     row = dict(row)

@@ -68,6 +68,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @every_value(precision=["fp32", "bf16"], state=list(STATES))
 def test_no_way_of_streaming_changes_a_bit(state: str, precision: str) -> None:
     """Schedules, slots, fragments, residents that are updated on the device, lanes that are threads."""
@@ -130,6 +131,7 @@ def test_compressed_runs_stay_near_fp32() -> None:
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 @pytest.mark.parametrize(("clip", "gradient"), [(None, 0), (0.5, 2)])
 def test_host_bytes_are_those_of_the_table(state: str, clip: float | None, gradient: int) -> None:
@@ -164,6 +166,7 @@ def test_updated_bytes_are_counted(state: str) -> None:
     assert reports == [expected, expected]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) -> None:

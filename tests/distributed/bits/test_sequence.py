@@ -153,6 +153,7 @@ AXES = {
 FULL = [(*row.pop("ranks"), row) for row in pairwise_rows(AXES)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "sequence", "settings"),
     [*ROWS, *(pytest.param(*row, marks=pytest.mark.parity) for row in FULL)],

@@ -129,6 +129,7 @@ def alone() -> str:
         return train_to(None, 3, None)[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("at", "place", "first"),
     [

@@ -53,6 +53,7 @@ def request(**changes: Any) -> Request:
     return Request(**{"spec": machine(), "anatomy": count(), "batch": BATCH, **changes}, choice=choice)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", TIGHT)
 def test_everything_that_is_proposed_is_planned_and_fits(case: str) -> None:
     tight = request(**TIGHT[case])

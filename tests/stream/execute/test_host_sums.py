@@ -41,6 +41,7 @@ def freeze_half(model: PreTrainedModel) -> None:
         parameter.requires_grad = "attn" not in name and ".0." not in name
 
 
+@pytest.mark.sampled(2)
 @every_value(
     family=("llama_tied", "mixtral", "gpt2", "deepseek_v3"),
     rounds=((2, 1), (3, 1), (2, 2), (2, 3)),
@@ -109,6 +110,7 @@ def listed(engine: Any, rounds: list[int]) -> list[Operation]:
     return list(step_program(engine.executor.spec, [[1] * count for count in rounds if count]).operations)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("num_rounds", "lockstep"), [(3, 1), (2, 2)])
 def test_norms_are_those_of_sums_on_the_device(precision: str, num_rounds: int, lockstep: int) -> None:

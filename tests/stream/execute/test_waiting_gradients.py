@@ -68,6 +68,7 @@ def trained(lanes: Any, model: PreTrainedModel, num: int = 2, **settings: Any) -
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("device", "precision", "settings"),
     [
@@ -113,6 +114,7 @@ def test_families_equal_resident(family: str, max_grad_norm: float | None, updat
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_backwards_of_the_caller_add_up(precision: str, reads: bool) -> None:
@@ -312,6 +314,7 @@ def test_offloads_need_not_wait_for_the_norm_and_updates_wait_for_theirs() -> No
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("resident_layers", "lockstep"), [(0, 2), (1, 1), (4, 1)])
 def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(

@@ -50,6 +50,7 @@ def num_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "size", "padded"), [("llama", 6, False), ("llama", 5, True), ("mixtral", 5, False)]
 )

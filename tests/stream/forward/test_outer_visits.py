@@ -32,6 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("device", "precision", "settings"),
     [

@@ -65,6 +65,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_a_run_with_evaluation_equals_one_without_bit_for_bit(
     tmp_path: Path, evaluated: Path, device: str
