@@ -107,6 +107,7 @@ def test_modules_that_are_trained_whole_stream(whole: tuple[str, ...]) -> None:
     assert_same_training(model, outer_streams=True, num_slots=2, lockstep=3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "weights_in_ram"), [("llama", None), ("llama", 2), ("llama_tied", 0)])
 def test_what_an_adapted_model_generates_equals_resident(
     family: str, weights_in_ram: int | None, tmp_path: Path
@@ -138,7 +139,7 @@ def test_what_an_adapted_model_generates_equals_resident(
     engine.detach()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_adapters_of_fused_experts_equal_resident_ones(family: str, activations: str) -> None:

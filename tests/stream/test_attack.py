@@ -161,6 +161,7 @@ def test_a_detached_model_can_be_copied() -> None:
         assert one.data_ptr() != other.data_ptr()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{"activations": "offload"}, {"boundaries": "host"}])
 def test_forwards_without_backward_leave_nothing_on_the_host(settings: dict[str, Any]) -> None:
     model = make_model(FAMILIES["llama"]())

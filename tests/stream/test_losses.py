@@ -100,6 +100,7 @@ def test_losses_equal_resident_accumulation(
             assert_same_bits(gradient, gradients[name], name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lockstep", [1, 2])
 def test_two_passes_with_gradients_agree_to_rounding(lockstep: int) -> None:
     """torch adds the parts of one loss before it adds them to the sum of the step, streaming one by one."""

@@ -59,7 +59,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> OwnClocks:
 # -- what moved ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @every_pair(lockstep=[1, 4], fragments=[False, True], resident_layers=[0, 2])
 def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resident_layers: int) -> None:
     engine, optimizer = start(lockstep=lockstep, fragments=fragments, resident_layers=resident_layers)
@@ -353,6 +353,7 @@ def test_hardware_flops_hold_no_attention_that_was_kept() -> None:
     assert engine.last_step.hardware_flops == report.hardware_flops
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_flops_are_torch_s_own_count(family: str) -> None:
     """torch counts products only, causal attention whole, and does not see what its checkpoint leaves out."""

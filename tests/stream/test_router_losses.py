@@ -29,6 +29,7 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"head_chunk_tokens": 7, "lockstep": 2}])
 def test_a_step_of_equal_micro_batches_is_a_step_of_one(settings: dict[str, Any]) -> None:
     """Whatever their number: the loss, and the gradients of routers too."""

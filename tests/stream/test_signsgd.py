@@ -128,7 +128,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 # -- the kernels ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -182,7 +182,7 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 # -- a model that streams ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @every_pair(
     state=list(STATES),
     precision=["bf16", "fp32"],
@@ -317,7 +317,7 @@ def test_formats_and_names_are_refused_where_they_do_not_belong(tmp_path: Path) 
 # -- ranks and drives ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "state", "resident_layers"),
     [((2, 1), "bf16", 0), ((2, 1), "none", 4), ((4, 2), "fp32", 0), ((4, 2), "bf16", 4)],
@@ -351,6 +351,7 @@ def test_ranks_have_the_bits_of_one(shape: tuple[int, int], state: str, resident
             assert_same_state(found, alone)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 def test_state_on_drives_has_the_bits_of_ram_and_is_found_again(tmp_path: Path, state: str) -> None:
     config = FAMILIES["llama"]()

@@ -86,7 +86,7 @@ def test_rows_hold_every_pair(
     assert len(rows) <= 1.2 * len(axes["activations"]) * len(axes["rounds"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "row"),
     [(REDUCED[number % len(REDUCED)], row) for number, row in enumerate(ALWAYS)],
@@ -148,7 +148,7 @@ def test_jitter_seeds_give_the_same_bits(family: str, num_seeds: int) -> None:
         engine.lanes.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("settings", [{}, {"fragments": True, "resident_layers": 2, "activations": MIX}])
 def test_bf16_and_fp32_in_lockstep_equal_the_reference_loop(precision: str, settings: dict[str, Any]) -> None:

@@ -97,6 +97,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_state(*found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", STATES)
 def test_the_seed_rounds_otherwise(state: str) -> None:
     engine, _, _ = train_steps(state, steps=1)
@@ -152,6 +153,7 @@ def test_int8_takes_six_bytes_per_parameter_of_a_large_matrix() -> None:
     assert num_scales(257) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", STATES)
 def test_updated_bytes_are_counted(state: str) -> None:
     """Whether `attach` knew of the format or not; residents are updated on the device and do not count."""
@@ -189,6 +191,7 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
     assert selection.total(BlockBytes.update_bytes, moments) == sum(measured)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=1 << 30))

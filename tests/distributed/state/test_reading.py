@@ -173,6 +173,7 @@ def test_ranks_bring_what_is_on_their_devices_alone_home_together() -> None:
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [None, (2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("where", ["room", "device"])
 def test_a_change_that_fails_on_one_rank_changes_none(shape: tuple[int, int] | None, where: str) -> None:

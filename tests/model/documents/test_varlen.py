@@ -240,6 +240,7 @@ def assert_no_masks(name: str) -> None:
     assert not made.called, "a mask is made"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
 def test_a_mask_where_none_should_be_is_found(
     calls: dict[str, int], monkeypatch: pytest.MonkeyPatch, name: str

@@ -69,7 +69,7 @@ def shrink(engine: Engine) -> None:
     scratch_of(engine).chunk_bytes = 8192
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @every_pair(
     activations=["recompute", "recompute_cheap", "offload", "drop_boundary"],
     num_micro_batches=[1, 3],
@@ -151,7 +151,7 @@ def test_a_boundary_is_written_once_and_read_once(tmp_path: Path) -> None:
     engine.detach()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_bytes_are_those_of_the_plan(count: int, activations: str, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_loss_gradients_and_weights_equal_resident(
     engine.detach()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_backwards_of_the_caller_add_up(precision: str, reads: bool, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_loss_gradients_and_weights_equal_resident(
     engine.close(removes=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "reads", "gradients"),
     [("bf16", True, "host"), ("bf16", False, MIXED), ("bf16", True, PARKED), ("fp32", True, "host")],

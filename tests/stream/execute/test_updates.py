@@ -297,7 +297,7 @@ def test_a_run_on_a_slow_host_that_is_stopped_anywhere_goes_on_to_the_same_bits(
 # -- immediate -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [{}, {"lockstep": 3}, {"fragments": True}, {"resident_layers": 2}])
 def test_immediate_updates_need_no_gradient_in_every_block(settings: dict[str, Any]) -> None:
     model, reference, engine, optimizer = slow_start("immediate", precision="bf16", **settings)
@@ -387,6 +387,7 @@ def test_layers_dropped_by_chance_are_exact_or_refused_under_immediate() -> None
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("updates", "clip", "per_parameter"),
     [("immediate", None, 12), ("deferred", 1.0, 14), ("serial", 1.0, 14), ("deferred", None, 14)],

@@ -136,6 +136,7 @@ def train_bits(num_steps: int, batches: Callable[[int], list[Batch]], **settings
     return found | dict(engine.named_masters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_chunked_head_in_lockstep_equals_one_micro_batch_after_the_other(precision: str) -> None:
     """The head's chunks have gradients of their own, which add up in fp32 in the order of micro-batches."""
@@ -158,7 +159,7 @@ def test_chunks_of_micro_batches_of_unequal_length_add_up_in_order() -> None:
         assert_same_bits(value, expected[name], name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("lockstep", [2, 4])
 def test_chunks_of_a_tied_head_leave_one_gradient_per_micro_batch(lockstep: int, precision: str) -> None:
@@ -172,7 +173,7 @@ def test_chunks_of_a_tied_head_leave_one_gradient_per_micro_batch(lockstep: int,
         assert_same_bits(value, expected[name], name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "settings", [{}, {"activations": "keep"}, {"fragments": True}, {"resident_layers": 2}]
 )
@@ -228,7 +229,7 @@ def test_a_mode_inside_the_model_holds_for_its_own_micro_batch(
 # -- random generators ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lockstep", [1, 2, 3, 8])
 def test_seeded_steps_leave_the_generator_where_a_resident_loop_does(lockstep: int) -> None:
     model = make_model(family_config("gpt2", dropout=True))

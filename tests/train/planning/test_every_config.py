@@ -68,6 +68,7 @@ def listed_billions(name: str) -> float:
     return float(row)
 
 
+@pytest.mark.sampled(2)
 @NEEDED
 @pytest.mark.parametrize(
     ("name", "machine"),
@@ -111,6 +112,7 @@ def check_bounds(name: str, machine: str, counts: Path, *, clips: bool, has_driv
     assert plan.bytes_per_step["drive_written"] == 0 or has_drives
 
 
+@pytest.mark.sampled(2)
 @NEEDED
 @pytest.mark.parametrize(
     ("name", "machine", "clips", "has_drives"),

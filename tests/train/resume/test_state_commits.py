@@ -269,6 +269,7 @@ def test_a_trace_of_a_run_on_drives_leaves_the_run_s_state_alone(tmp_path: Path)
     assert {"nvme_read", "nvme_write"} <= names
 
 
+@pytest.mark.sampled(2)
 @every_value(activations=["recompute", "offload"], ram=[None, 540_000])
 def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_same_losses(
     ram: int | None, activations: str, tmp_path: Path
