@@ -1,4 +1,4 @@
-"""Products of settings: `make test` has every value or every pair of two, `make parity` the full product."""
+"""Products of settings: every value, pair or a sample in `make test`, the full product in `make parity`."""
 
 from __future__ import annotations
 
