@@ -49,7 +49,7 @@ models: setup
 triton: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton
 
-# The full products behind the pairwise tests of `make test`; two to three hours on 2 cores.
+# The full products behind the pairs and samples of `make test`; two to three hours on 2 cores.
 parity: triton
 	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity

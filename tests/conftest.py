@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 from megatrain.files import FileCalls
 from tests.counts import counted_once
 from tests.cpu_seconds import CpuSeconds
+from tests.products import sample
 from tests.searches import searched_for_a_moment
 
 for absent in (torch.cuda, torch.mtia, torch.xpu):
@@ -40,8 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """Leave the rows of full products out before 12 thousand items are made of them, where none is wanted."""
+    """Sample, and leave full products out before 12 thousand items are made of them, if none is wanted."""
     yield
+    for sampled in metafunc.definition.iter_markers("sampled"):
+        rows = [call for call in metafunc._calls if all(mark.name != "parity" for mark in call.marks)]
+        chosen = sample([call.indices for call in rows], *sampled.args)
+        for place, call in enumerate(rows):
+            if place not in chosen:
+                call.marks.append(pytest.mark.parity.mark)
     if metafunc.config.option.markexpr == "not parity":
         calls = [call for call in metafunc._calls if all(mark.name != "parity" for mark in call.marks)]
         metafunc._calls = calls or metafunc._calls  # a test of parity alone is deselected as ever

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -111,6 +112,8 @@ def _import_all() -> None:
 
     import tests.families  # noqa: F401
 
+    with suppress(ImportError):
+        import_module("peft")  # every run looks whether its model is peft's
     torch.set_num_threads(1)
     import_module("tests.prepared")
 

@@ -1,4 +1,4 @@
-"""Products of settings: `make test` has every value or every pair of two, `make parity` the full product."""
+"""Products of settings: every value, pair or a sample in `make test`, the full product in `make parity`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,27 @@ def every_value(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     longest = max(map(len, axes.values()))
     chosen = [tuple(values[number % len(values)] for values in axes.values()) for number in range(longest)]
     return _with_the_others(axes, chosen)
+
+
+def sample(rows: Sequence[Mapping[str, int]], one_in: int) -> set[int]:
+    """Choose one row in so many, always the same ones, with as many values of each axis as can be.
+
+    Args:
+        rows: The place of a row's value on each axis, by the axis.
+        one_in: The number of rows of which one is chosen.
+
+    Returns:
+        The places of the chosen rows.
+    """
+    spread = sorted(range(len(rows)), key=lambda place: (place % one_in, place))
+    chosen: set[int] = set()
+    seen: set[tuple[str, int]] = set()
+    while len(chosen) < -(-len(rows) // one_in):
+        left = [place for place in spread if place not in chosen]
+        best = max(left, key=lambda place: len(rows[place].items() - seen))
+        chosen.add(best)
+        seen |= rows[best].items()
+    return chosen
 
 
 def _with_the_others(axes: Mapping[str, Sequence[Any]], chosen: list[Any]) -> pytest.MarkDecorator:

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.cli import main
 from megatrain.data.tokenizer import add_tokens, train_tokenizer
+from tests.searches import planned_for_a_moment
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks/from_plan_to_chat.ipynb"
@@ -69,7 +70,7 @@ def run(command: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if said:
             patch.setattr("sys.stdin", io.StringIO(shlex.split(said)[1] + "\n"))
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as ended, planned_for_a_moment():
             main(words[1:])
     assert not ended.value.code
 

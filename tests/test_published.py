@@ -86,6 +86,7 @@ def test_one_row_per_machine_is_fitted_and_comes_out() -> None:
             assert abs(prediction(fitted, fitted).error) < FITTED, machine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("machine", "system", "model", "seq_len"), QUICK)
 def test_rows_that_tell_systems_apart_are_predicted(
     machine: str, system: str, model: str, seq_len: int
@@ -117,6 +118,7 @@ SCALED = {
 """Errors of the planner and of a straight line, of rows that tell one from the other and of many nodes."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCALED, ids=lambda name: f"{name[0].split()[0]}-{name[2]}")
 def test_rows_of_several_gpus_are_predicted_where_a_straight_line_is_not(name: tuple[str, str, int]) -> None:
     (row,) = [

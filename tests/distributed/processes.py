@@ -58,7 +58,7 @@ def exit_codes(
     place.mkdir()
     name = f"{task.__module__}:{task.__qualname__}"
     sizes = f"{size}/{num_nodes}/{timeout_s}"
-    done = run_script(_SCRIPT, name, sizes, place, json.dumps(settings), after="tests.distributed.training")
+    done = run_script(_SCRIPT, name, sizes, place, json.dumps(settings), after="tests.distributed.runs")
     (place / "errors").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads((place / "codes.json").read_text())

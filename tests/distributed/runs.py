@@ -24,6 +24,8 @@ from megatrain.store.placement import Placement
 from megatrain.train.caller import Caller
 from megatrain.train.loop import train
 from tests.checkpoint.faults import Watched
+from tests.distributed import training  # noqa: F401  # forks of what has imported this have it too
+from tests.searches import searched_for_a_moment
 from tests.store.disks import Counted, Failing, Killed
 from tests.train.project import make_config
 
@@ -102,7 +104,8 @@ def train_run(
     sections = {"data": {"val_size": 0.02}, "eval": {"every": 3}, "checkpoint": {"every": 2}, **sections}
     config = make_config(Path(root), out, parallel={"shards": 4, "gather": "on"}, **sections)
     if plans:
-        return str(train(config, ranks=ranks, callbacks=callbacks, caller=Caller(counts=Path(root))))
+        with searched_for_a_moment():
+            return str(train(config, ranks=ranks, callbacks=callbacks, caller=Caller(counts=Path(root))))
     with patch("megatrain.train.run.plan_memory", return_value=None):
         return str(train(config, ranks=ranks, callbacks=callbacks))
 
@@ -135,7 +138,7 @@ def train_at_defaults(
         step_s = 1.0 + abs(request.batch.micro_batch_size - likes)
         return SimpleNamespace(choice=None, step=SimpleNamespace(step_s=step_s))
 
-    with patch("megatrain.train.planning.micro_batches.look", look):
+    with searched_for_a_moment(), patch("megatrain.train.planning.micro_batches.look", look):
         run = train(config, resume=resume, caller=Caller(counts=Path(root)), ranks=ranks)
     newest = newest_whole(run / "checkpoints", warn=lambda *_: None, digests=False)
     assert newest is not None

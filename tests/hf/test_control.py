@@ -30,6 +30,7 @@ def callbacks_of(ranks: Any, event: str, flag: str) -> Any:
     return SimpleNamespace(callback_handler=handler, control=TrainerControl())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_substep_end", "on_step_end"])
 def test_what_is_set_in_the_middle_of_a_step_waits_for_its_end(event: str) -> None:
     """Trainer looks after each micro-batch: rank 0 used to leave a step in which the others went on."""

@@ -75,6 +75,7 @@ def evaluated(trainer: Any, **given: Any) -> dict[str, float]:
     return {name: value for name, value in found.items() if not any(word in name for word in left_out)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("settings", "metrics"),
     [

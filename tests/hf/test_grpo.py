@@ -73,6 +73,7 @@ def without_times(trainer: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if not k.startswith(left_out)} for entry in logged(trainer)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "beta", "is_lora", "lockstep", "more"),
     [

@@ -109,6 +109,7 @@ def test_full_training_equals_trl_and_resumes(kind: str, lockstep: int, tmp_path
     assert_same_weights(weights(resumed), weights(reference))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "loss_type", "lockstep", "num_before"),
     [

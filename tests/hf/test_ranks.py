@@ -30,6 +30,7 @@ def same(told: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert one == {name: value for name, value in expected.items() if name != "is_first"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mirror", [True, False])
 def test_two_ranks_train_log_and_save_what_one_process_does(mirror: bool, tmp_path: Path) -> None:
     """11 micro-batches: the last step has 3, of which the second run has one; then the best model is read.

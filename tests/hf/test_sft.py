@@ -69,6 +69,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # TRL sets it
 @pytest.mark.parametrize(
     ("head", "lockstep"),
@@ -233,6 +234,7 @@ def test_a_pretrained_model_on_gsm8k_equals_trl(tmp_path: Path) -> None:
     assert_same_weights(weights(resumed), weights(reference))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("compiles", "asked", "length"),

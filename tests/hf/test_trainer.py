@@ -327,6 +327,7 @@ def test_gradient_checkpointing_is_left_to_the_engine(tmp_path: Path) -> None:
     assert not any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("most_bytes", [None, "20KB"])
 def test_tensors_that_the_model_has_no_place_for_are_saved(
     most_bytes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

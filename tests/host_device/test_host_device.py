@@ -20,11 +20,15 @@ AT_LENGTH = (
     "delays",
     "without_a_fault",
     "test_attention",
+    "sample_of_settings",
+    "test_codes",
     "test_compiled",
+    "test_experts",
     "test_ranks",
     "test_runs",
     "test_small_recipes",
     "test_unlocked",
+    "test_waits",
     "is_trapped",
 )
 """Parts of the full products, which may run at the same time."""

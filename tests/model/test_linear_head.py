@@ -149,6 +149,7 @@ def test_sums_go_on_in_fp32(fault: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(both, one + other) is not is_wrong
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", [Form(), Form(scale=0.5), Form(cap=3.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_reads_each_logit_twice(form: Form, dtype: torch.dtype, monkeypatch: Any) -> None:

@@ -68,6 +68,7 @@ def refusal(call: Callable[[], object]) -> str:
 # -- counted, as a plan and a run do it first ---------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_a_model_that_makes_no_mask_may_have_rows_of_any_length(make: Callable[[], PretrainedConfig]) -> None:
     tokens = 1 << 17

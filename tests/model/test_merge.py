@@ -62,6 +62,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "lora"), CASES, ids=lambda value: str(value))
 def test_merged_equals_peft_s(family: str, lora: dict[str, Any], tmp_path: Path) -> None:
     wrapped = save_adapter(family, tmp_path, **lora)

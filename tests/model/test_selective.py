@@ -92,6 +92,7 @@ def check_family(family: str, *, dropout: bool) -> None:
     assert recomputed_bytes <= attended_bytes < cheap_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "dropout"), CASES)
 def test_gradients_equal_resident_in_less_memory(family: str, dropout: bool) -> None:
     check_family(family, dropout=dropout)

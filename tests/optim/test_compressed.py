@@ -230,6 +230,7 @@ def test_kernel_equals_the_reference(
         assert_same(actual, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk_numel", [1, 1000, 1 << 22])
 @pytest.mark.parametrize("special", [None, EXTREME, [math.inf, math.nan, -math.inf, 1.0]])
 @pytest.mark.parametrize("split", [True, False])
@@ -295,6 +296,7 @@ def test_every_part_of_the_key_changes_the_rounding(pool: WorkerPool, state: str
         assert not torch.equal(left.exp_avg_sq, right.exp_avg_sq)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", STATES)
 def test_rounding_is_unbiased(pool: WorkerPool, state: str) -> None:
     """The mean of 4000 roundings is the exact moment, within 5 standard errors of each of 512 elements.

@@ -166,6 +166,7 @@ def test_equals_the_host(
     check_steps(pool, device, dataclasses.replace(HYPER, grad_scale=0.37), numel, kind)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
 def test_many_elements_in_chunks_equal_the_host(
     pool: WorkerPool, device: torch.device, kind: tuple[bool, torch.dtype]

@@ -126,6 +126,7 @@ FP32_TAILS = (1, 63, 65, 257, 3000)
 COMPRESSED_TAILS = (64, 256, 320, 3008)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 def test_equals_the_host(
     pool: WorkerPool, device: torch.device, form: tuple[Optimizer, bool, torch.dtype]

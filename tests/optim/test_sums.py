@@ -104,6 +104,7 @@ def test_add_is_torch_s_fp32_addition(pool: WorkerPool, numel: int, dtype: torch
     assert_same(sums, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("numel", NUMELS)
@@ -132,6 +133,7 @@ def test_a_negative_zero_adds_nothing(pool: WorkerPool, gradient: torch.dtype) -
     assert_same(sums, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_squares_of_chunks_on_a_device_do_not_depend_on_how_many_there_are(dtype: torch.dtype) -> None:
     flat = torch.randn(130 * SUM_CHUNK_NUMEL + 77, generator=torch.Generator().manual_seed(3)).to(dtype)

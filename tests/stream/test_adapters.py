@@ -71,6 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 DENSE = ["llama", "llama_tied", "gpt2", "qwen2", "gemma2"]
 
 
+@pytest.mark.sampled(3)
 @every_value(
     family=DENSE,
     variant=list(VARIANTS),
@@ -97,6 +98,7 @@ def test_streamed_adapters_equal_resident_ones(
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("whole", [(), ("embed_tokens",), ("embed_tokens", "lm_head")])
 def test_modules_that_are_trained_whole_stream(whole: tuple[str, ...]) -> None:
     model = adapted("llama", dropout=0.1, modules_to_save=whole)
@@ -105,6 +107,7 @@ def test_modules_that_are_trained_whole_stream(whole: tuple[str, ...]) -> None:
     assert_same_training(model, outer_streams=True, num_slots=2, lockstep=3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "weights_in_ram"), [("llama", None), ("llama", 2), ("llama_tied", 0)])
 def test_what_an_adapted_model_generates_equals_resident(
     family: str, weights_in_ram: int | None, tmp_path: Path
@@ -136,6 +139,7 @@ def test_what_an_adapted_model_generates_equals_resident(
     engine.detach()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_adapters_of_fused_experts_equal_resident_ones(family: str, activations: str) -> None:

@@ -47,6 +47,7 @@ def layer_drop() -> PretrainedConfig:
     )
 
 
+@pytest.mark.sampled(2)
 @every_value(activations=["recompute", "keep", "drop_boundary"], lockstep=[2, 4])
 def test_layers_dropped_in_lockstep_equal_resident(activations: str, lockstep: int) -> None:
     reference, engine, optimizer = attached(
@@ -68,6 +69,7 @@ def recurrent() -> PretrainedConfig:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activations", ["recompute", "keep", "drop_boundary"])
 def test_layers_that_run_again_equal_resident_in_one_micro_batch(activations: str) -> None:
     reference, engine, optimizer = attached(make_model(recurrent()), activations=activations)
@@ -159,6 +161,7 @@ def test_a_detached_model_can_be_copied() -> None:
         assert one.data_ptr() != other.data_ptr()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{"activations": "offload"}, {"boundaries": "host"}])
 def test_forwards_without_backward_leave_nothing_on_the_host(settings: dict[str, Any]) -> None:
     model = make_model(FAMILIES["llama"]())

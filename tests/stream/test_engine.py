@@ -41,6 +41,7 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 # -- bf16 ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("num_micro_batches", [1, pytest.param(3, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral", "gpt2", "deepseek_v3"])
@@ -109,6 +110,7 @@ def test_parameters_that_a_class_makes_in_fp32_stay_so_when_an_fp32_model_is_att
 # -- loss.backward -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @every_pair(precision=["fp32", "bf16"], activations=["recompute", "keep"], family=["llama_tied", "mixtral"])
 def test_backward_of_several_losses_equals_resident(family: str, activations: str, precision: str) -> None:
     """Each call is a round of one micro-batch; bf16 gradients add up in fp32 and are rounded once."""
@@ -255,6 +257,7 @@ def test_second_backward_through_the_same_graph_is_refused() -> None:
 # -- generate, hooks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "family", ["llama_tied", "gemma3_text", "gpt2", "mixtral", "falcon", "qwen3_next", "mamba2"]
 )
@@ -414,6 +417,7 @@ def all_state(engine: Engine) -> list[Tensor]:
     return state
 
 
+@pytest.mark.sampled(2)
 @every_pair(value=[float("nan"), float("inf")], precision=["fp32", "bf16"], max_grad_norm=[0.5, None])
 def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
     value: float, precision: str, max_grad_norm: float | None
@@ -636,6 +640,7 @@ PLACES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @every_pair(device=["checked", "emulated"], by_hand=[False, True], place=list(PLACES))
 def test_an_exception_in_the_model_leaves_the_engine_whole(place: str, by_hand: bool, device: str) -> None:
     model, reference, engine, optimizer = start("llama", device=device)
@@ -712,6 +717,7 @@ CHOICES_IN_TURN: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_attaching_again_goes_on_from_the_masters_under_any_choice(precision: str) -> None:
     """Nothing but the masters is left of the engine before: no plane, no optimizer's state."""
@@ -811,6 +817,7 @@ def test_detaching_twice_is_harmless_and_training_a_detached_engine_is_refused()
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_micro_batches", "lockstep", "num_slots", "precision", "fragments"),
     [

@@ -46,6 +46,7 @@ def put_hooks(model: PreTrainedModel, seen: list[str]) -> Handles:
     return [parameter.register_hook(hook) for parameter, hook in hooks]
 
 
+@pytest.mark.sampled(3)
 @every_value(
     family=["llama", "llama_tied"],
     lockstep=[1, 2, 3],

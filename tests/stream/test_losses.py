@@ -61,6 +61,7 @@ def resident(
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(3)
 @every_pair(
     loss=["own", "with_references"],
     lockstep=[1, 2, 3],
@@ -99,6 +100,7 @@ def test_losses_equal_resident_accumulation(
             assert_same_bits(gradient, gradients[name], name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lockstep", [1, 2])
 def test_two_passes_with_gradients_agree_to_rounding(lockstep: int) -> None:
     """torch adds the parts of one loss before it adds them to the sum of the step, streaming one by one."""
@@ -116,6 +118,7 @@ def test_two_passes_with_gradients_agree_to_rounding(lockstep: int) -> None:
             torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-6 * scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lockstep", [1, 2, 4])
 def test_passes_before_the_losses_are_the_program_s(lockstep: int) -> None:
     """Two of each micro-batch, in another state of the whole model, are foreseen from the first step on."""

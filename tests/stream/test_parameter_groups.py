@@ -22,6 +22,7 @@ GROUPS: list[dict[str, Any]] = [
 """The embedding is in none: it is not trained."""
 
 
+@pytest.mark.sampled(2)
 @every_value(
     resident_layers=[0, 2, 4],
     updates=["deferred", "immediate", "serial"],

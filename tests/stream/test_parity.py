@@ -61,6 +61,7 @@ def test_family_equals_resident(family: str, device: str, steps: int) -> None:
     check_parity(family, device=device, steps=steps)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "row"),
     [
@@ -99,11 +100,13 @@ def test_full_product_equals_resident(family: str, values: tuple[Any, ...], devi
     check_parity(family, device=device, **dict(zip(AXES, values, strict=True)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("max_grad_norm", [None, 1e9])
 def test_unclipped_training_equals_resident(max_grad_norm: float | None) -> None:
     check_parity("llama_tied", max_grad_norm=max_grad_norm, num_micro_batches=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_generators_that_go_on_equal_resident(num_micro_batches: int, activations: str) -> None:
@@ -138,6 +141,7 @@ def test_dropout_is_drawn_anew_in_every_micro_batch() -> None:
     assert same[0] == same[1] != same[2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_gradient_buffers", [2, 3])
 def test_more_gradient_buffers_change_nothing(num_gradient_buffers: int) -> None:
     model = make_model(FAMILIES["llama"]())

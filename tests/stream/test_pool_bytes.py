@@ -233,6 +233,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SCRATCH_CHUNK_BYTES", PAGE_BYTES)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("pool", "name", "place"),
     [*((pool, *where) for pool, where in POOLS.items()), ("gradient_staging", "sums", "ram")],

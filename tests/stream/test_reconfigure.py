@@ -82,6 +82,7 @@ def device_of(name: str, seed: int) -> Any:
     return EmulatedLanes(machine) if name == "emulated" else name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("device", "seed", "precision", "clip", "fragments", "family"),
     [
@@ -312,6 +313,7 @@ def tiered(
     return engine, engine.adamw(**HYPER, max_grad_norm=0.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["checked", "emulated"])
 def test_an_engine_with_state_on_drives_changes_too(device: str, tmp_path: Path) -> None:
     expected, planes = fixed_run("bf16", 0.5, False, "llama_tied")

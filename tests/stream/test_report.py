@@ -59,6 +59,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> OwnClocks:
 # -- what moved ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @every_pair(lockstep=[1, 4], fragments=[False, True], resident_layers=[0, 2])
 def test_counts_and_bytes_are_the_program_s(lockstep: int, fragments: bool, resident_layers: int) -> None:
     engine, optimizer = start(lockstep=lockstep, fragments=fragments, resident_layers=resident_layers)
@@ -213,6 +214,7 @@ def test_waits_have_their_cause(clocks: OwnClocks) -> None:
     engine.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
 def test_launching_thread_waits_for_nothing_inside_a_step_but_what_compute_needs(
     activations: str, clocks: OwnClocks
@@ -351,6 +353,7 @@ def test_hardware_flops_hold_no_attention_that_was_kept() -> None:
     assert engine.last_step.hardware_flops == report.hardware_flops
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_flops_are_torch_s_own_count(family: str) -> None:
     """torch counts products only, causal attention whole, and does not see what its checkpoint leaves out."""

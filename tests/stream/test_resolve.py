@@ -27,6 +27,7 @@ RECOMPUTE = ("recompute",) * 4
 BATCH = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "device", "precision"),
     [("llama_tied", "cpu", "fp32"), ("mixtral", "checked", "fp32"), ("gpt2", "emulated", "bf16")],
@@ -85,6 +86,7 @@ def test_a_resolved_choice_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> No
     assert engine.choice == choice
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plan_stays_within_the_device(precision: str) -> None:
     model = make_model(deep_config(6))
@@ -146,6 +148,7 @@ def test_batches_are_planned_for() -> None:
 # -- loaded models -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fragments", [False, True])
 def test_a_loaded_model_stays_as_it_is_laid_out(fragments: bool) -> None:
     model = megatrain.load(config=FAMILIES["llama"](), fragments=fragments)
@@ -171,6 +174,7 @@ def test_a_state_that_was_loaded_into_ram_keeps_its_places_there(monkeypatch: py
     assert asked == [AUTO, True]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["emulated", "cpu"])
 def test_state_on_drives_stays_where_it_was_loaded(device: str, tmp_path: Path) -> None:
     tiers = Tiers(nvme=(tmp_path / "drive",), ram=3_000_000)
@@ -188,6 +192,7 @@ def test_state_on_drives_stays_where_it_was_loaded(device: str, tmp_path: Path) 
     engine.close(removes=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loaded", [False, True])
 def test_ram_holds_as_many_blocks_as_the_choice_says(loaded: bool, tmp_path: Path) -> None:
     """And no more, though more would fit: the rest of the memory is for something else."""

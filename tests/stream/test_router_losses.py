@@ -29,6 +29,7 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"head_chunk_tokens": 7, "lockstep": 2}])
 def test_a_step_of_equal_micro_batches_is_a_step_of_one(settings: dict[str, Any]) -> None:
     """Whatever their number: the loss, and the gradients of routers too."""
@@ -46,6 +47,7 @@ def test_a_step_of_equal_micro_batches_is_a_step_of_one(settings: dict[str, Any]
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.sampled(3)
 @every_pair(
     family=["mixtral", "qwen3_moe"],
     lockstep=[1, 2],

@@ -39,6 +39,7 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", rows(), ids=lambda row: "-".join(map(str, row.values())))
 def test_runs_equal_a_tree_of_resident_sums(row: dict[str, Any]) -> None:
     row = dict(row)
@@ -52,6 +53,7 @@ def gradients_of_chunks(family: str, lockstep: int) -> dict[str, Any]:
     return dict(engine.named_gradients())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
 def test_chunks_of_a_head_belong_to_the_run_of_their_micro_batch(family: str) -> None:
     """In lockstep all micro-batches have begun before the head of any of them runs."""

@@ -40,6 +40,7 @@ from tests.reference import (
     make_model,
     round_half_up,
 )
+from tests.searches import planned_for_a_moment
 from tests.stream.runs import assert_same_round
 from tests.train.project import make_config, train_until
 from tests.train.test_loop import assert_same_runs
@@ -127,6 +128,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 # -- the kernels ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -180,6 +182,7 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 # -- a model that streams ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @every_pair(
     state=list(STATES),
     precision=["bf16", "fp32"],
@@ -314,6 +317,7 @@ def test_formats_and_names_are_refused_where_they_do_not_belong(tmp_path: Path) 
 # -- ranks and drives ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "state", "resident_layers"),
     [((2, 1), "bf16", 0), ((2, 1), "none", 4), ((4, 2), "fp32", 0), ((4, 2), "bf16", 4)],
@@ -347,6 +351,7 @@ def test_ranks_have_the_bits_of_one(shape: tuple[int, int], state: str, resident
             assert_same_state(found, alone)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 def test_state_on_drives_has_the_bits_of_ram_and_is_found_again(tmp_path: Path, state: str) -> None:
     config = FAMILIES["llama"]()
@@ -408,12 +413,13 @@ def test_a_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
 def test_a_plan_of_the_command_shows_it(tmp_path: Path) -> None:
     config = make_config(tmp_path, optim={"name": "signsgd", "state": "bf16", "warmup_steps": 0})
     raw = config.model_dump(mode="json")
-    plans = {
-        name: plan_run(
-            {**raw, "optim": {**raw["optim"], **changes}}, load_machine("cpu-laptop"), source="test"
-        )
-        for name, changes in {"signsgd": {}, "adamw": {"name": "adamw", "state": "fp32"}}.items()
-    }
+    with planned_for_a_moment():
+        plans = {
+            name: plan_run(
+                {**raw, "optim": {**raw["optim"], **changes}}, load_machine("cpu-laptop"), source="test"
+            )
+            for name, changes in {"signsgd": {}, "adamw": {"name": "adamw", "state": "fp32"}}.items()
+        }
     planes = {name: planned.plan.host_planes for name, planned in plans.items()}
     assert planes["signsgd"]["momentum"] == planes["adamw"]["exp_avg"] // 2
     assert build_config(raw).optimizer == find("signsgd", "bf16")

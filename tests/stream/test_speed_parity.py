@@ -86,6 +86,7 @@ def test_rows_hold_every_pair(
     assert len(rows) <= 1.2 * len(axes["activations"]) * len(axes["rounds"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "row"),
     [(REDUCED[number % len(REDUCED)], row) for number, row in enumerate(ALWAYS)],
@@ -102,6 +103,7 @@ def test_every_family_and_row_equals_resident(family: str, row: dict[str, Any]) 
     check_parity(family, **settings_of(row))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "family",
     [
@@ -113,6 +115,7 @@ def test_lockstep_and_fragments_of_every_family_equal_resident(family: str) -> N
     check_parity(family, num_micro_batches=3, lockstep=3, fragments=True, dropout=True, padded=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_seeds", [3, pytest.param(100, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral"])
 def test_jitter_seeds_give_the_same_bits(family: str, num_seeds: int) -> None:
@@ -145,6 +148,7 @@ def test_jitter_seeds_give_the_same_bits(family: str, num_seeds: int) -> None:
         engine.lanes.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("settings", [{}, {"fragments": True, "resident_layers": 2, "activations": MIX}])
 def test_bf16_and_fp32_in_lockstep_equal_the_reference_loop(precision: str, settings: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @every_value(precision=["fp32", "bf16"], state=list(STATES))
 def test_no_way_of_streaming_changes_a_bit(state: str, precision: str) -> None:
     """Schedules, slots, fragments, residents that are updated on the device, lanes that are threads."""
@@ -96,6 +97,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_state(*found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", STATES)
 def test_the_seed_rounds_otherwise(state: str) -> None:
     engine, _, _ = train_steps(state, steps=1)
@@ -130,6 +132,7 @@ def test_compressed_runs_stay_near_fp32() -> None:
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 @pytest.mark.parametrize(("clip", "gradient"), [(None, 0), (0.5, 2)])
 def test_host_bytes_are_those_of_the_table(state: str, clip: float | None, gradient: int) -> None:
@@ -150,6 +153,7 @@ def test_int8_takes_six_bytes_per_parameter_of_a_large_matrix() -> None:
     assert num_scales(257) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", STATES)
 def test_updated_bytes_are_counted(state: str) -> None:
     """Whether `attach` knew of the format or not; residents are updated on the device and do not count."""
@@ -164,6 +168,7 @@ def test_updated_bytes_are_counted(state: str) -> None:
     assert reports == [expected, expected]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) -> None:
@@ -186,6 +191,7 @@ def test_bytes_of_an_update_are_those_of_its_planes(state: str, precision: Any) 
     assert selection.total(BlockBytes.update_bytes, moments) == sum(measured)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("state", ["fp32", *STATES])
 def test_device_bytes_of_residents_are_as_planned(state: str) -> None:
     lanes = EmulatedLanes(EmulatedMachine(device_bytes=1 << 30))

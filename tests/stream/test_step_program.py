@@ -385,6 +385,7 @@ def name_of(row: Any) -> str:
     return "-".join(parts).replace(" ", "_")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", ROWS_OF_GRID, ids=name_of)
 def test_the_engine_does_what_the_planner_prices(row: dict[str, Any], tmp_path: Path) -> None:
     """And a list with one block, buffer or length changed is told from it."""

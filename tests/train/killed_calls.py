@@ -30,6 +30,7 @@ from megatrain.train.caller import Caller
 from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
 from megatrain.train.spikes import Spikes
+from tests.searches import searched_for_a_moment
 from tests.train.killed_run import wait
 from tests.train.project import make_config, write_corpus, write_model_config
 from tests.train.test_loop import assert_same_runs, rows_of
@@ -157,4 +158,5 @@ def main(root: Path, number: int, seed: int, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    with searched_for_a_moment():
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

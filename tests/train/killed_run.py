@@ -22,6 +22,7 @@ import torch
 from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
 from tests.expert_families import APART
+from tests.searches import searched_for_a_moment
 from tests.train.project import make_config, write_corpus
 
 ON_DRIVES: dict[str, dict[str, Any]] = {
@@ -135,4 +136,5 @@ def main(root: Path, num_kills: int, seed: int, steps: int, *, where: str) -> No
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), where=sys.argv[5] if sys.argv[5:] else "ram")
+    with searched_for_a_moment():
+        main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), where=sys.argv[5] if sys.argv[5:] else "ram")

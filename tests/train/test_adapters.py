@@ -112,6 +112,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from megatrain.train import loop
+from tests.searches import searched_for_a_moment
 from tests.train.test_adapters import config_of
 
 inner = loop.train_step
@@ -122,7 +123,8 @@ def dying(run):
     return inner(run)
 
 loop.train_step = dying
-loop.train(config_of(Path(sys.argv[1]), "killed", train={"precision": "bf16"}))
+with searched_for_a_moment():
+    loop.train(config_of(Path(sys.argv[1]), "killed", train={"precision": "bf16"}))
 """
 """It dies in the seventh step, when gradients are complete and nothing is updated; it has saved step 4."""
 
@@ -166,6 +168,7 @@ def test_going_on_beside_another_base_is_refused(base: Path, whole: Path, tmp_pa
         train(config_of(tmp_path, train={"precision": "bf16"}), resume=str(newest))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["freeze", "only"])
 def test_patterns_choose_what_is_trained(base: Path, key: str) -> None:
     patterns = ["model.embed_tokens*", "lm_head*"]

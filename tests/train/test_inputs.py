@@ -118,6 +118,7 @@ IS_PADDING = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("template", "padding", "stop", "said"),
     [

@@ -65,6 +65,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from megatrain.train import loop
+from tests.searches import searched_for_a_moment
 from tests.train.test_kept_base import config_of
 
 inner = loop.train_step
@@ -75,10 +76,12 @@ def dying(run):
     return inner(run)
 
 loop.train_step = dying
-loop.train(config_of(Path(sys.argv[1]), "killed"))
+with searched_for_a_moment():
+    loop.train(config_of(Path(sys.argv[1]), "killed"))
 """
 
 
+@pytest.mark.sampled(2)
 def test_a_run_is_the_one_beside_values_and_goes_on_after_a_kill(root: Path) -> None:
     """Its memory is as planned too: `memory.on_mismatch` would stop it."""
     done = run_script(_KILLED, root)
@@ -95,6 +98,7 @@ def test_a_run_is_the_one_beside_values_and_goes_on_after_a_kill(root: Path) -> 
     assert working < 0.8 * values
 
 
+@pytest.mark.sampled(2)
 def test_adapters_and_merged_models_are_those_beside_values(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -120,6 +120,7 @@ def test_finished_run_is_left_alone(whole: Path, caplog: pytest.LogCaptureFixtur
     assert {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")} == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["stale", "missing weights", "flipped bit", "no tokenizer"])
 def test_export_that_is_not_the_last_model_is_written_anew(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
@@ -165,6 +166,7 @@ def test_run_that_ends_where_a_foreign_checkpoint_begins_has_one_of_its_own(
     assert "is finished (12 steps)" in caplog.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("precision", "stops"),
     [
@@ -212,6 +214,7 @@ def _hangs_up() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_finishes_the_step_saves_and_exits_75(
@@ -253,6 +256,7 @@ def test_a_closed_terminal_stops_a_run_once_and_not_under_nohup() -> None:
     assert asked == [True, False]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing"])
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     tmp_path: Path, whole: Path, caplog: pytest.LogCaptureFixture, damage: str
@@ -311,6 +315,7 @@ def test_second_run_in_one_directory_is_refused(tmp_path: Path) -> None:
         train(config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("optim", "words", "skipped"),
     [

@@ -72,6 +72,7 @@ def resident(path: Path, rows: int) -> PreTrainedModel:
     return model.train()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "lora"), [("untied", False), ("tied", True)])
 def test_new_rows_are_trained_as_resident_ones(model: str, lora: bool, root: Path) -> None:
     config = config_of(root, model, "unwritten", lora=lora)

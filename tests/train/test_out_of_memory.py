@@ -65,6 +65,7 @@ def binary_bytes(text: str) -> float:
     return float(number.replace(",", "")) * {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["torch", "numpy", "device"])
 def test_a_run_whose_memory_runs_out_says_what_was_planned_and_goes_on_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -61,6 +61,7 @@ def start_command(root: Path, config: Any) -> int:
     return end.value.code
 
 
+@pytest.mark.sampled(3)
 @every_value(
     device=["cpu", "emulated"],
     updates=["deferred", "serial", "immediate"],

@@ -67,6 +67,7 @@ def test_a_jump_is_told_and_trained_on(tmp_path: Path, caplog: pytest.LogCapture
     assert f"step 5: the loss jumped to {rows[4]['loss']:.4g}, above 1.5 (train.on_spike)" in caplog.text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("jump_at_5")
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_a_step_that_is_skipped_for_a_jump_changes_no_weight(tmp_path: Path, device: str) -> None:

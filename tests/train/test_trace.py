@@ -45,6 +45,7 @@ def program_of(engine: Engine, num_micro_batches: int, lockstep: int) -> Counter
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("lockstep", [1, 2])
 def test_each_operation_of_the_program_is_one_span(

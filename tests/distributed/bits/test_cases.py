@@ -11,6 +11,7 @@ from tests.reference import Resident, attach_plainly, make_model
 from tests.stream.runs import HYPER, assert_same_masters, assert_same_round
 
 
+@pytest.mark.sampled(3)
 @every_value(
     family=["llama", "mixtral", "gpt2"],
     data=list(DATA),

@@ -15,6 +15,7 @@ from tests.distributed.training import train, train_row
 from tests.products import pairwise_rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("settings", "sizes"),
     [

@@ -153,6 +153,7 @@ AXES = {
 FULL = [(*row.pop("ranks"), row) for row in pairwise_rows(AXES)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "sequence", "settings"),
     [*ROWS, *(pytest.param(*row, marks=pytest.mark.parity) for row in FULL)],
@@ -176,6 +177,7 @@ def test_with_the_same_shards_more_ranks_give_the_same_bits() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("activations", "forwards"),
     [

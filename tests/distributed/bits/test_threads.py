@@ -35,6 +35,7 @@ from tests.reference import attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", pairwise_rows(AXES), ids=lambda row: "-".join(map(str, row.values())))
 def test_every_pair_of_settings_has_the_bits_of_one_rank(row: dict[str, Any]) -> None:
     settings = settings_of(row) | {"steps": 2}
@@ -84,6 +85,7 @@ def alone_unread() -> dict[str, Any]:
     return train(None, steps=2, reads=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("skips", "settings", "num_nodes"), MISSING_WAITS.values(), ids=MISSING_WAITS)
 def test_a_missing_wait_among_ranks_is_found(
     skips: tuple[Lane, str], settings: dict[str, Any], num_nodes: int
@@ -136,6 +138,7 @@ def test_weights_that_another_rank_does_not_get_have_other_bits(
     assert [one["losses"][1] for one in found] != [alone["losses"][1]] * 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "num_nodes", "num_runs", "lockstep", "state"),
     [(2, 1, 4, 4, "fp32"), (2, 2, 16, 2, "int8"), (4, 2, 4, 2, "fp32"), (4, 2, 16, 1, "fp32")],
@@ -216,6 +219,7 @@ def test_with_everything_resident_nothing_crosses_a_link_to_the_host(num_nodes: 
         Turns(4, num_nodes).run(run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("resident_layers", [2, 4])
 def test_device_memory_of_shares_is_as_planned(resident_layers: int) -> None:
     """Of the state of resident blocks, and of gradients that wait there, all ranks have as much room."""
@@ -248,6 +252,7 @@ def test_device_memory_of_shares_is_as_planned(resident_layers: int) -> None:
         Turns(2).run(run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shape", "updates"), [((2, 1), "immediate"), ((4, 2), "deferred")], ids=str)
 def test_moments_and_scales_that_ranks_keep_are_those_of_one(shape: tuple[int, int], updates: str) -> None:
     """Shares are cut in the middle of scales, whose elements are then updated by one rank, on one node."""

@@ -57,6 +57,7 @@ TRAPS = {
 """What a rank does at the signal that the launcher sends."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("way", "signals", "code", "codes"),
     [

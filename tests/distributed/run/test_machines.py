@@ -45,7 +45,7 @@ def cuts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pass
     except RefusedError as error:
         pytest.skip(f"no namespaces here: {error}")
-    done = run_script(_CUTS, place, after="tests.distributed.training")
+    done = run_script(_CUTS, place, after="tests.distributed.runs")
     assert done.returncode == 0, done.stderr + done.stdout
     return place
 

@@ -57,6 +57,7 @@ class Silent:
         return lambda *arguments: threading.Event().wait()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "rank", "how", "code", "said"),
     [
@@ -110,6 +111,7 @@ def _work(ranks: Any, *, words: str, how: str = "SIGSTOP") -> None:
     threading.Event().wait()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "codes"), [("hangs", [7, 7]), ("is slow", [0, 0])])
 def test_a_save_may_take_any_time_as_long_as_something_moves(
     tmp_path: Path, how: str, codes: list[int]
@@ -290,7 +292,7 @@ end_by_itself(sys.argv[1])
 
 def test_python_ends_though_a_group_still_waits_for_a_lost_rank(tmp_path: Path) -> None:
     """The thread of a group of Gloo waits for ever, and a group that is destroyed waits for its thread."""
-    done = run_script(_ENDS, tmp_path / "store", after="tests.distributed.training")
+    done = run_script(_ENDS, tmp_path / "store", after="tests.distributed.runs")
     assert (done.returncode, done.stdout) == (RankError.exit_code, "True\n"), done.stderr
 
 

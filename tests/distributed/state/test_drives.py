@@ -60,6 +60,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", ROWS)
 def test_state_on_drives_has_the_bits_of_one_rank_in_ram(row: dict[str, Any], tmp_path: Path) -> None:
     row = dict(row)
@@ -118,6 +119,7 @@ class HastyRanks(ThreadRanks):
             super().meet(lane)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "size", "num_nodes"),
     [

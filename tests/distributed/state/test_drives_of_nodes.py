@@ -129,6 +129,7 @@ def alone() -> str:
         return train_to(None, 3, None)[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("at", "place", "first"),
     [
@@ -213,6 +214,7 @@ def test_a_node_moves_and_keeps_the_bytes_that_the_plan_says(tmp_path: Path) -> 
     assert ranks[0][1] == ranks[1][1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", [(2, 0), (9, 2)])
 def test_a_checkpoint_is_that_of_one_rank_and_is_read_back(place: tuple[int, int], tmp_path: Path) -> None:
     def save(ranks: Any, name: str, there: Tiers | None, source: Path | None = None) -> None:

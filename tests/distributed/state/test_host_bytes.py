@@ -48,6 +48,7 @@ def test_a_node_holds_its_part_of_the_state(
         assert state / ranks[0]["num_params"] == pytest.approx(bytes_per_parameter, rel=0.03)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_places_of_blocks_on_devices_alone_take_no_memory(tmp_path: Path, num_nodes: int) -> None:
     """Five of eight blocks are there: masters of all were read block by block, and nothing of it is left."""

@@ -107,6 +107,7 @@ def test_all_ranks_read_masters_on_drives_of_all(shape: tuple[int, int], tmp_pat
         assert [name for name, value in alone.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
 def test_what_ranks_write_to_blocks_on_their_devices_alone_is_trained_with(shape: tuple[int, int]) -> None:
     """The first of each node writes, by `put`, by parameters and as a checkpoint does; the others follow."""
@@ -172,6 +173,7 @@ def test_ranks_bring_what_is_on_their_devices_alone_home_together() -> None:
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [None, (2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("where", ["room", "device"])
 def test_a_change_that_fails_on_one_rank_changes_none(shape: tuple[int, int] | None, where: str) -> None:
@@ -214,6 +216,7 @@ def test_a_change_that_fails_on_one_rank_changes_none(shape: tuple[int, int] | N
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("alone", ["the first", "the last"])
 def test_weights_that_one_rank_has_read_in_are_taken_from_nowhere_else(

@@ -22,6 +22,7 @@ from tests.stream.execute.test_codes import assert_same, loaded, trained
 host = register()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8 experts"])
 @pytest.mark.parametrize("resident_layers", [0, 1])
 def test_codes_train_as_their_values_do(kind: str, resident_layers: int, tmp_path: Path) -> None:
@@ -48,6 +49,7 @@ def test_codes_train_as_their_values_do(kind: str, resident_layers: int, tmp_pat
     assert_same(results[1], results[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "encoding",
     [

@@ -28,6 +28,7 @@ ROWS = pairwise_rows(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "row",
     [*ROWS[::6], *(pytest.param(row, marks=pytest.mark.parity) for n, row in enumerate(ROWS) if n % 6)],

@@ -44,6 +44,7 @@ def dawdle(seed: int) -> None:
     host.native.delay(seed, 0.1, 3e-4, 1e-4 * (seed % 3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "row"), ALWAYS, ids=row_name)
 def test_a_sample_of_settings_equals_resident(family: str, row: dict[str, Any]) -> None:
     dawdle(1)

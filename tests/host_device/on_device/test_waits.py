@@ -64,6 +64,7 @@ def test_the_policies_are_all_that_there_are() -> None:
     assert {name for row in POLICIES for name in row} == set(POLICY_NAMES)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_waits_once_and_the_launching_thread_nowhere(family: str) -> None:
     """The one wait is the copy of the squares, in a thread of its own."""
@@ -74,6 +75,7 @@ def test_a_step_waits_once_and_the_launching_thread_nowhere(family: str) -> None
         assert counts == {"copy": 1}, policies
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_experts_in_chunks_wait_once_in_a_layer_of_each_micro_batch(family: str, activations: str) -> None:
@@ -89,6 +91,7 @@ def packed(tokens: int = 16) -> list[Batch]:
     return [{**batch, "position_ids": positions} for batch in make_batches(2)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "batches", [packed(), make_batches(2, padded=True)], ids=["packed rows", "padded rows"]
 )

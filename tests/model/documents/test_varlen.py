@@ -80,6 +80,7 @@ def one_at_a_time(model: PreTrainedModel, batch: dict[str, Any], lengths: list[l
 # -- the function -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
 @pytest.mark.parametrize(("rows", "per_row"), [(1, 1), (1, 40), (2, 7), (5, 20)])
 def test_logits_and_gradients_are_those_of_one_document_at_a_time(
@@ -197,6 +198,7 @@ def assert_as_resident(masters: dict[str, Tensor], resident: Resident) -> None:
         assert_same_bits(master, resident.master(at), at)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "keep_attention"])
 @pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
 def test_a_streamed_step_has_the_bits_of_a_resident_one_under_the_same_interface(
@@ -238,6 +240,7 @@ def assert_no_masks(name: str) -> None:
     assert not made.called, "a mask is made"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
 def test_a_mask_where_none_should_be_is_found(
     calls: dict[str, int], monkeypatch: pytest.MonkeyPatch, name: str

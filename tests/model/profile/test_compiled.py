@@ -83,6 +83,7 @@ def really_kept(family: str, *, with_kernels: bool, budget: float = 1.0) -> int:
     return sum(nbytes for place, nbytes in sizes.items() if place not in others)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "with_kernels"),
     [
@@ -100,6 +101,7 @@ def test_count_is_what_compiled_code_keeps(family: str, with_kernels: bool) -> N
     assert kept.holds_input
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "budget", "with_kernels"),
     [

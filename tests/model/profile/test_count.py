@@ -74,6 +74,7 @@ def test_every_published_configuration_is_counted() -> None:
         assert anatomy.num_params == pytest.approx(billions * 1e9, rel=0.006), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gemma-3-27b-it", "Qwen3-30B-A3B"])
 def test_a_published_configuration_is_counted(name: str) -> None:
     published()
@@ -126,6 +127,7 @@ def test_flops_are_those_of_a_real_run() -> None:
     assert anatomy.layers[0].backward.attention_flops == 2.5 * attention
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("window", "seen"), [(None, 16), (4, 8), (16, 16)])
 def test_attention_within_documents_is_counted_by_their_length(window: int | None, seen: int) -> None:
     """A mask is computed over all of a row, and takes memory that is not there without one."""
@@ -345,6 +347,7 @@ def counted_plainly() -> Anatomy:
     return count_live(make_model(small_llama()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_adapters_are_counted(is_wrapped: bool) -> None:

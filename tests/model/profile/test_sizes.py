@@ -37,6 +37,7 @@ WHOLE = {"seq_len": 32, "precision": "fp32", "device_type": "cpu"}
 """How the head passes."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "shape"), [("mixtral", IN_CHUNKS), ("llama", WHOLE)])
 def test_counts_of_several_sizes_are_those_of_each(name: str, shape: dict[str, Any]) -> None:
     check(FAMILIES[name](), [4, 64], **shape)

@@ -82,6 +82,7 @@ def test_the_caller_s_random_numbers_go_on_as_before() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=[pytest.mark.parity] if n % 3 else []) for n, family in enumerate(FAMILIES)],

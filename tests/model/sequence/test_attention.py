@@ -66,6 +66,7 @@ def _logits(model: PreTrainedModel) -> Tensor:
     return logits
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 def test_a_rank_is_counted_by_what_it_computes(attn_implementation: str) -> None:
     """All work and all boundaries are halves, and what goes to the other rank is half of four tensors."""

@@ -48,6 +48,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return merged
 
 
+@pytest.mark.sampled(4)
 @every_value(family=list(FAMILIES), dtype=[torch.float32, torch.bfloat16])
 def test_export_equals_save_pretrained(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Keys, values, dtypes and configuration are those of save_pretrained; the model opens again."""

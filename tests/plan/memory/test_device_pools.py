@@ -119,6 +119,7 @@ CASES: list[tuple[str, str, int, str | Sequence[str], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "precision", "tokens", "policy", "more"),
     [

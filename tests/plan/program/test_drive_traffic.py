@@ -178,6 +178,7 @@ LONG = llama_like(Shape(num_layers=96), seq_len=16384)
 LONG_BATCH = StepBatch(micro_batch_size=1, seq_len=16384, num_micro_batches=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ram", "drives", "boundaries"),
     [(8 << 30, DRIVES, "host"), (600 << 20, DRIVES, "nvme"), (600 << 20, None, None)],

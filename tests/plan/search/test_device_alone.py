@@ -36,6 +36,7 @@ def state_bytes(asked: Request) -> int:
     return sum(s.working_bytes + s.remainder_bytes + s.optimizer_bytes(asked.optimizer) for s in sizes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_model_that_ram_does_not_hold_is_on_the_device_too(num_ranks: int) -> None:
     """Several ranks have all weights on each device, and of the rest room for the largest share."""

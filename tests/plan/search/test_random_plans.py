@@ -89,6 +89,7 @@ def _params(anatomy: Anatomy) -> list[int]:
     return [sum(part.num_params for part in layer.fragments) for layer in anatomy.layers]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "number",
     [pytest.param(number, marks=[] if number in SOON else [pytest.mark.parity]) for number in range(70)],

@@ -53,6 +53,7 @@ def request(**changes: Any) -> Request:
     return Request(**{"spec": machine(), "anatomy": count(), "batch": BATCH, **changes}, choice=choice)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", TIGHT)
 def test_everything_that_is_proposed_is_planned_and_fits(case: str) -> None:
     tight = request(**TIGHT[case])
@@ -63,6 +64,7 @@ def test_everything_that_is_proposed_is_planned_and_fits(case: str) -> None:
         assert make_plan(remedy.request, budget=1).fits, remedy.text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", TIGHT)
 def test_settings_come_before_hardware(case: str) -> None:
     kinds = ["--" in remedy.text for remedy in advise(request(**TIGHT[case]), count)]

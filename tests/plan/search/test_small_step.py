@@ -43,6 +43,7 @@ def test_a_larger_step_is_as_much_faster_as_is_said() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "asked", [request(256), request(1, rows=64, seq_len=2048)], ids=["usual", "one large"]
 )

@@ -73,6 +73,7 @@ def test_larger_steps_fit_and_are_not_slower() -> None:
     assert plans[-1].choice.sums == "nvme", "128 fit on the device in several rounds only"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "rows", "machine", "sizes"),
     [

@@ -116,6 +116,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dropped", "lockstep"),
     [((), 1), ((1,), 3), ((7,), 1), ((1, 3, 5, 7), 3), ((2, 3, 4), 1), (tuple(range(8)), 1), ((0, 4, 5), 3)],
@@ -171,6 +172,7 @@ def edit(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (args[0] * 1.25, *args[1:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("hook", [edit_in_place, edit])
 @pytest.mark.parametrize("settings", [{}, {"lockstep": 2}, {"boundaries": "host"}])
 def test_hidden_states_edited_between_layers_are_kept_and_exact(
@@ -193,6 +195,7 @@ def test_hidden_states_edited_between_layers_are_kept_and_exact(
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [{}, {"lockstep": 2}, {"boundaries": "host"}])
 @pytest.mark.parametrize("activations", ["drop_boundary", "recompute", "offload"])
 def test_hidden_states_by_keyword_are_exact(

@@ -167,6 +167,7 @@ def stashed_gradients(
     return list(torch.autograd.grad(loss, [x, *model.parameters()]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("prefetches", [True, False])
 @pytest.mark.parametrize("num_leaving", [0, 1, 2])
 @pytest.mark.parametrize("name", BACKENDS)
@@ -498,6 +499,7 @@ def test_the_stash_s_own_order_is_sound(num_leaving: int) -> None:
         assert set(MISSING_WAITS.values()) <= lanes.causes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop", range(1, 24))
 @pytest.mark.parametrize("name", BACKENDS)
 def test_after_an_exception_anywhere_the_next_step_is_sound(name: str, stop: int) -> None:

@@ -69,6 +69,7 @@ def shrink(engine: Engine) -> None:
     scratch_of(engine).chunk_bytes = 8192
 
 
+@pytest.mark.sampled(4)
 @every_pair(
     activations=["recompute", "recompute_cheap", "offload", "drop_boundary"],
     num_micro_batches=[1, 3],
@@ -103,6 +104,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @every_value(name=list(SETTINGS), precision=["fp32", "bf16"])
 def test_every_way_of_streaming_gives_the_bits_of_boundaries_on_the_device(
     name: str, precision: str, tmp_path: Path
@@ -149,6 +151,7 @@ def test_a_boundary_is_written_once_and_read_once(tmp_path: Path) -> None:
     engine.detach()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_bytes_are_those_of_the_plan(count: int, activations: str, tmp_path: Path) -> None:
@@ -190,6 +193,7 @@ def test_longer_sequences_make_larger_buffers(tmp_path: Path) -> None:
     engine.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activations", ["recompute", "offload", "drop_boundary"])
 def test_two_forwards_and_one_backward_are_exact(activations: str, tmp_path: Path) -> None:
     """No program foresees them: what a backward wants is read when it asks, whatever was read ahead."""

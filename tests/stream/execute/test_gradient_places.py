@@ -49,6 +49,7 @@ def on_drive(tmp_path: Path) -> Tiers:
     return Tiers(nvme=(tmp_path / "drive",), ram=1 << 30)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("device", "precision", "places", "settings"),
     [
@@ -84,6 +85,7 @@ def test_loss_gradients_and_weights_equal_resident(
     engine.detach()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_backwards_of_the_caller_add_up(precision: str, reads: bool, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def freeze_half(model: PreTrainedModel) -> None:
         parameter.requires_grad = "attn" not in name and ".0." not in name
 
 
+@pytest.mark.sampled(3)
 @every_value(
     family=("llama_tied", "mixtral", "gpt2", "deepseek_v3"),
     rounds=((2, 1), (3, 1), (2, 2), (2, 3)),
@@ -109,6 +110,7 @@ def listed(engine: Any, rounds: list[int]) -> list[Operation]:
     return list(step_program(engine.executor.spec, [[1] * count for count in rounds if count]).operations)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("num_rounds", "lockstep"), [(3, 1), (2, 2)])
 def test_norms_are_those_of_sums_on_the_device(precision: str, num_rounds: int, lockstep: int) -> None:
@@ -124,6 +126,7 @@ def test_norms_are_those_of_sums_on_the_device(precision: str, num_rounds: int, 
     assert norms[:2] == norms[2:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("lockstep", [1, 2])
 def test_a_gradient_that_is_missing_adds_nothing(precision: str, lockstep: int) -> None:
@@ -161,6 +164,7 @@ def bits(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.view(torch.int32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_backwards_of_the_caller_add_up(precision: str, reads: bool) -> None:
@@ -170,6 +174,7 @@ def test_backwards_of_the_caller_add_up(precision: str, reads: bool) -> None:
     engine.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lockstep", [1, 2])
 def test_layers_dropped_by_chance_equal_resident(lockstep: int) -> None:
     """Micro-batches that take other ways than foreseen, so that rounds end early, or miss a block."""

@@ -118,6 +118,7 @@ def deep_config(num_blocks: int) -> LlamaConfig:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_slots", "num_blocks"), [(1, 25), (2, 35)])
 def test_a_model_ten_times_larger_than_the_device_trains(num_slots: int, num_blocks: int) -> None:
     """The budget holds the slots, one gradient buffer and the resident blocks; the rest is activations."""

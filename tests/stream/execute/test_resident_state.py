@@ -72,6 +72,7 @@ def test_only_streamed_blocks_cross_the_link(lockstep: int, monkeypatch: pytest.
     assert counts.offloads - offloads == 2 * num_rounds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_with_everything_resident_nothing_moves(precision: str) -> None:
     """Not a byte after the first step, until the host state is asked for; then all of it, once."""
@@ -95,6 +96,7 @@ def test_with_everything_resident_nothing_moves(precision: str) -> None:
 # -- coming home ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @every_value(precision=["fp32", "bf16"], resident_layers=[4, 1], device=["checked", "emulated"])
 def test_sync_brings_every_plane_home(precision: str, resident_layers: int, device: str) -> None:
     """Weights, remainders and both moments, byte for byte those of a run that streams everything."""
@@ -130,6 +132,7 @@ def test_what_the_host_writes_is_what_the_device_computes_with() -> None:
     assert_same_steps(engine, optimizer, reference, first=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_moves_between_streamed_and_resident_runs(precision: str) -> None:
     """The same planes go on to the same bits, wherever they are."""

@@ -126,6 +126,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_plane_is_that_of_a_run_in_ram(name: str, make_tiers: Callable[..., Tiers]) -> None:
     settings, places = SETTINGS[name]
@@ -197,6 +198,7 @@ def assert_same_steps_of_immediate(engine: Engine, optimizer: Any, reference: An
         assert_same_masters(engine, reference)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("updates", "every"), [("deferred", 1), ("deferred", 2), ("immediate", 1)])
 def test_a_committed_step_is_found_again(updates: str, every: int, make_tiers: Callable[..., Tiers]) -> None:
     """Whatever was written after it: updates of later steps, in part, in both places of each extent."""

@@ -26,6 +26,7 @@ from tests.stream.runs import HYPER, assert_backwards_add_up, assert_same_master
 from tests.stream.test_attack import layer_drop
 
 
+@pytest.mark.sampled(2)
 @every_value(
     family=("llama", "mixtral", "gpt2"),
     rounds=((3, 1), (2, 2), (2, 3)),
@@ -83,6 +84,7 @@ def test_loss_gradients_and_weights_equal_resident(
     engine.close(removes=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("precision", "reads", "gradients"),
     [("bf16", True, "host"), ("bf16", False, MIXED), ("bf16", True, PARKED), ("fp32", True, "host")],

@@ -106,6 +106,7 @@ def assert_same_planes(engine: Engine, expected: dict[str, Tensor]) -> None:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("updates", UPDATES)
 def test_a_rate_that_changes_every_step_is_that_of_the_step(updates: str, precision: str) -> None:
@@ -133,6 +134,7 @@ def test_a_rate_that_changes_every_step_is_that_of_the_step(updates: str, precis
     engine.lanes.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("updates", UPDATES)
 def test_bias_correction_counts_the_updates_of_each_parameter(updates: str) -> None:
     """A block without gradient in some steps, whose count is then behind that of the others."""
@@ -149,6 +151,7 @@ def test_bias_correction_counts_the_updates_of_each_parameter(updates: str) -> N
     engine.lanes.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("precision", "settings"), [("fp32", {}), ("bf16", {"resident_layers": 2})])
 def test_skipped_steps_change_nothing_and_the_next_is_right(precision: str, settings: dict[str, Any]) -> None:
     """Statistics are read many steps later; serial is the reference, byte for byte."""
@@ -233,6 +236,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @every_value(read=list(READS), way=list(WAYS))
 def test_what_is_read_right_after_a_step_is_whole(
     read: Callable[..., dict[str, Tensor]], way: str, tmp_path: Path
@@ -293,6 +297,7 @@ def test_a_run_on_a_slow_host_that_is_stopped_anywhere_goes_on_to_the_same_bits(
 # -- immediate -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [{}, {"lockstep": 3}, {"fragments": True}, {"resident_layers": 2}])
 def test_immediate_updates_need_no_gradient_in_every_block(settings: dict[str, Any]) -> None:
     model, reference, engine, optimizer = slow_start("immediate", precision="bf16", **settings)
@@ -382,6 +387,7 @@ def test_layers_dropped_by_chance_are_exact_or_refused_under_immediate() -> None
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("updates", "clip", "per_parameter"),
     [("immediate", None, 12), ("deferred", 1.0, 14), ("serial", 1.0, 14), ("deferred", None, 14)],

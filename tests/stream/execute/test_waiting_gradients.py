@@ -68,6 +68,7 @@ def trained(lanes: Any, model: PreTrainedModel, num: int = 2, **settings: Any) -
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("device", "precision", "settings"),
     [
@@ -94,6 +95,7 @@ def test_loss_gradients_and_weights_equal_resident(
     engine.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "max_grad_norm", "updates"),
     [
@@ -113,6 +115,7 @@ def test_families_equal_resident(family: str, max_grad_norm: float | None, updat
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_backwards_of_the_caller_add_up(precision: str, reads: bool) -> None:
@@ -123,6 +126,7 @@ def test_backwards_of_the_caller_add_up(precision: str, reads: bool) -> None:
     assert model.training
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_backwards_of_the_caller_give_what_they_give_with_the_host_s_plane(precision: str) -> None:
     found = []
@@ -138,6 +142,7 @@ def test_backwards_of_the_caller_give_what_they_give_with_the_host_s_plane(preci
         assert torch.equal(plane, found[1][name]), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lockstep", [1, 4])
 def test_layers_dropped_by_chance_equal_resident(lockstep: int) -> None:
     """Micro-batches that take other ways than foreseen: what has added up is held before its time."""
@@ -157,6 +162,7 @@ def test_layers_dropped_by_chance_equal_resident(lockstep: int) -> None:
         reference.step(optimizer.step().grad_norm, 0.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_skipped_steps_change_nothing(precision: str) -> None:
     model, reference, engine, optimizer = start(
@@ -312,6 +318,7 @@ def test_offloads_need_not_wait_for_the_norm_and_updates_wait_for_theirs() -> No
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("resident_layers", "lockstep"), [(0, 2), (1, 1), (4, 1)])
 def test_the_host_has_no_gradient_plane_and_the_device_has_what_was_planned(

@@ -31,6 +31,7 @@ TRAINED: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lockstep", [2, 1])
 @pytest.mark.parametrize("what", TRAINED)
 @pytest.mark.parametrize("family", ["deepseek_v3", "flex_olmo", "qwen3_moe"])

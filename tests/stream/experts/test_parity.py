@@ -39,6 +39,7 @@ ROWS = pairwise_rows(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "row",
     [*ROWS[::4], *(pytest.param(row, marks=pytest.mark.parity) for n, row in enumerate(ROWS) if n % 4)],
@@ -158,6 +159,7 @@ def fetches() -> Iterator[Counter[int]]:
         yield found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("family", list(APART))
 def test_a_round_fetches_each_block_twice(family: str, activations: str) -> None:
@@ -191,6 +193,7 @@ def test_slots_are_as_large_as_the_largest_chunk() -> None:
     engine.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", list(APART))
 def test_a_layer_comes_apart_in_the_order_of_its_forward(family: str) -> None:
     model = make_model(APART[family]())

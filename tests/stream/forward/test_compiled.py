@@ -378,6 +378,7 @@ def test_every_shape_is_compiled_and_many_are_warned_of_once(caplog: pytest.LogC
     assert "compiled for each shape of their inputs, more than 2 so far; pad rows to multiples" in message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_a_failing_compiler_is_named_once_and_changes_no_bit(
     activations: str, caplog: pytest.LogCaptureFixture

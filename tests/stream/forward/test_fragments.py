@@ -267,6 +267,7 @@ def test_a_part_called_outside_its_layer_is_refused() -> None:
     assert_same_round(engine, reference, make_batches(2))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama_tied", "falcon", "jamba", "opt"])
 def test_generate_with_fragments_equals_resident(family: str) -> None:
     model, reference, engine, optimizer = start(family, fragments=True)

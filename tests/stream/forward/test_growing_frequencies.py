@@ -26,6 +26,7 @@ def batches_of(lengths: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
     return [dict(make_batches(1, seed=seed, tokens=tokens)[0]) for seed, tokens in enumerate(lengths)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("lockstep", "lengths"),
     [(1, (20, 40, 30, 50)), (4, (16, 9, 12, 3)), (4, (40, 40, 40, 40)), (4, (12, 20, 12, 12))],

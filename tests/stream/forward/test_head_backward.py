@@ -32,6 +32,7 @@ LOGITS = 4 * TOKENS * 4096
 BOUNDARY = 4 * TOKENS * HIDDEN
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [{}, {"outer_streams": True}, {"head_chunk_tokens": 32}])
 def test_a_round_takes_the_memory_of_one_head(settings: dict[str, Any]) -> None:
     """Each further micro-batch brings what it keeps of the layers, and less than a tenth of its logits."""
@@ -73,6 +74,7 @@ def plain(model: PreTrainedModel, batch: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.sampled(4)
 @every_pair(
     loss=[plain, of_hidden_states, of_some],
     family=["llama", "llama_tied", "gpt2"],
@@ -112,6 +114,7 @@ def test_any_loss_equals_resident_accumulation(
             assert_same_bits(gradients[name], parameter.grad, name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{"outer_streams": True}, {"activations": "keep"}])
 def test_routers_losses_in_lockstep_equal_a_plain_loop(settings: dict[str, Any]) -> None:
     """They reach every layer, so all heads pass before the backward, which comes to them in order."""

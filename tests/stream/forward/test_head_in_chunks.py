@@ -19,6 +19,7 @@ from tests.reference import Resident, assert_same_bits, attach_plainly, make_bat
 from tests.stream.runs import HYPER, assert_same_gradients, assert_same_steps, start
 
 
+@pytest.mark.sampled(3)
 @every_pair(
     family=["llama", "llama_tied", "gemma2", "phi", "granite"],
     precision=["bf16", "fp32"],
@@ -68,6 +69,7 @@ def test_a_sum_of_the_head_in_bf16_is_caught(monkeypatch: pytest.MonkeyPatch) ->
         assert_same_steps(engine, optimizer, reference, num_micro_batches=1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_where_gradients_are_made_changes_no_bit(precision: str, factor: float) -> None:

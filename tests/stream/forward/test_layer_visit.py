@@ -28,6 +28,7 @@ def test_keeping_what_autocast_saves_is_refused(activations: str, fragments: boo
     assert_same_round(engine, reference, make_batches(2))
 
 
+@pytest.mark.sampled(3)
 @every_value(
     activations=["recompute", "recompute_cheap", "drop_boundary", ("recompute", "drop_boundary") * 2],
     lockstep=[1, 3],

@@ -115,6 +115,7 @@ def test_a_round_of_fewer_micro_batches_than_lockstep_is_whole(monkeypatch: pyte
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @every_value(family=["llama_tied", "gpt2", "mixtral"], lockstep=[2, 3, 4])
 def test_lockstep_equals_resident_accumulation(family: str, lockstep: int) -> None:
     """Tied weights among them: the embedding's gradient has two parts in every micro-batch."""
@@ -135,6 +136,7 @@ def train_bits(num_steps: int, batches: Callable[[int], list[Batch]], **settings
     return found | dict(engine.named_masters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_chunked_head_in_lockstep_equals_one_micro_batch_after_the_other(precision: str) -> None:
     """The head's chunks have gradients of their own, which add up in fp32 in the order of micro-batches."""
@@ -157,6 +159,7 @@ def test_chunks_of_micro_batches_of_unequal_length_add_up_in_order() -> None:
         assert_same_bits(value, expected[name], name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("lockstep", [2, 4])
 def test_chunks_of_a_tied_head_leave_one_gradient_per_micro_batch(lockstep: int, precision: str) -> None:
@@ -170,6 +173,7 @@ def test_chunks_of_a_tied_head_leave_one_gradient_per_micro_batch(lockstep: int,
         assert_same_bits(value, expected[name], name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "settings", [{}, {"activations": "keep"}, {"fragments": True}, {"resident_layers": 2}]
 )
@@ -225,6 +229,7 @@ def test_a_mode_inside_the_model_holds_for_its_own_micro_batch(
 # -- random generators ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lockstep", [1, 2, 3, 8])
 def test_seeded_steps_leave_the_generator_where_a_resident_loop_does(lockstep: int) -> None:
     model = make_model(family_config("gpt2", dropout=True))
@@ -294,6 +299,7 @@ RAISES: dict[str, tuple[Callable[[PreTrainedModel], nn.Module], int]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "error"),
     [*((place, Stop) for place in RAISES), *((list(RAISES)[2], e) for e in (KeyboardInterrupt, SystemExit))],
@@ -323,6 +329,7 @@ def test_an_exception_in_one_micro_batch_unwinds_all(place: str, error: type[Bas
 # -- layers that are skipped by chance -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lockstep", [1, 4])
 @pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
 def test_layers_dropped_by_chance_equal_resident(activations: str, lockstep: int) -> None:

@@ -50,6 +50,7 @@ def num_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "size", "padded"), [("llama", 6, False), ("llama", 5, True), ("mixtral", 5, False)]
 )
@@ -92,6 +93,7 @@ def test_a_split_batch_with_dropout_equals_forward_backward_of_its_pieces() -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

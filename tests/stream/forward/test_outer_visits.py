@@ -32,6 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("device", "precision", "settings"),
     [
@@ -66,6 +67,7 @@ def test_families_equal_resident(family: str) -> None:
     engine.detach()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_head_in_chunks_gives_what_a_resident_one_gives(precision: str) -> None:
     """Three chunks of a micro-batch are one visit each way; their gradients add up in fp32."""

@@ -76,6 +76,7 @@ def weights() -> str:
     return said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ending", "code"), [("end", 0), ("exit", 3), pytest.param("error", 1, marks=pytest.mark.parity)]
 )

@@ -66,6 +66,7 @@ def spans_of(lanes: Lanes, lane: Lane) -> list[Span]:
     return [span for span in lanes.take_record().spans if span.lane is lane]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_seeds", [40, pytest.param(200, marks=pytest.mark.parity)])
 @pytest.mark.parametrize("compute_flops_per_s", [0.0, 1e12])
 def test_jitter_seeds_give_what_inline_lanes_give(compute_flops_per_s: float, num_seeds: int) -> None:

@@ -267,6 +267,7 @@ def test_a_new_rate_holds_from_the_next_operation_on() -> None:
     lanes.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["emulated", "paced"])
 def test_rates_that_change_in_a_run_change_no_bit(device: str) -> None:
     lanes = paced(2e9) if device == "paced" else EmulatedLanes()

@@ -63,6 +63,7 @@ def run_of(root: Path, kind: str) -> tuple[Path, Path]:
     return root / "run", held_out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["text", "chats in bf16"])
 def test_the_loss_is_that_of_the_run_to_the_last_digit(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

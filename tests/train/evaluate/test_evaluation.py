@@ -65,6 +65,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_a_run_with_evaluation_equals_one_without_bit_for_bit(
     tmp_path: Path, evaluated: Path, device: str
@@ -378,6 +379,7 @@ def test_a_patience_that_a_page_shows_can_end_the_shortest_run(page: str) -> Non
     assert text.count("eval.patience=") == len(shown)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_run_whose_evaluations_are_not_finite_is_saved_and_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: float

@@ -24,6 +24,7 @@ def kept() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_of_before_is_loaded_and_goes_on_to_the_same_bits(name: str) -> None:
     if name == "lora":

@@ -15,6 +15,7 @@ from megatrain.config.choice import StepBatch
 from megatrain.hardware import load_machine
 from megatrain.train.planning.plan_run import plan_run
 from tests.reference import attach_plainly, make_batches
+from tests.searches import planned_for_a_moment
 
 pytest.importorskip("peft")
 
@@ -66,7 +67,13 @@ def test_a_frozen_base_takes_and_moves_what_is_planned(
     raw: dict[str, Any] = {
         "model": {"path": str(tmp_path)},
         "data": {"path": "none", "seq_len": tokens},
-        "train": {"precision": "bf16", "micro_batch_size": 1, "grad_accumulation": 2},
+        "train": {
+            "precision": "bf16",
+            "micro_batch_size": 1,
+            "grad_accumulation": 2,
+            "activation_budget": 1.0,
+            "compile": "off",
+        },
         "lora": {"r": 8},
         "memory": {
             "num_slots": 2,
@@ -79,7 +86,8 @@ def test_a_frozen_base_takes_and_moves_what_is_planned(
             "gradients": "host",
         },
     }
-    plan = plan_run(raw, load_machine("h100"), source="test").plan
+    with planned_for_a_moment():
+        plan = plan_run(raw, load_machine("h100"), source="test").plan
     config = build_config(raw)
     model = megatrain.load(tmp_path, precision="bf16", adaptation=config.adaptation)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

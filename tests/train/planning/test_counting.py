@@ -67,6 +67,7 @@ def values(anatomy: Anatomy) -> dict[str, Any]:
     return {name: getattr(anatomy, name) for name in Anatomy.__dataclass_fields__}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_kept_count_is_the_count(family: str) -> None:
     model_config = FAMILIES[family]()
@@ -226,9 +227,11 @@ def test_a_plan_of_a_kept_count_loads_neither_torch_nor_transformers(model: Path
     code = (
         "import sys\n"
         "from megatrain.cli import main\n"
+        "given = ['train.micro_batch_size=1', 'train.activation_budget=1.0', 'train.compile=off',\n"
+        "    'memory.activations=recompute', 'memory.lockstep=1', 'memory.num_slots=2']\n"
         "for machine in (['rtx-4090', '--json'], ['4xrtx-4090']):\n"
         "    try:\n"
-        f"        main(['plan', '--model', {str(model)!r}, '--machine', *machine])\n"
+        f"        main(['plan', '--model', {str(model)!r}, '--machine', *machine, *given])\n"
         "    except SystemExit as ended:\n"
         "        assert not ended.code, ended.code\n"
         "heavy = {'torch', 'transformers', 'numba', 'datasets', 'numpy', 'rich'} & set(sys.modules)\n"

@@ -30,12 +30,16 @@ from tests.train.project import decided
 pytest.importorskip("peft")
 
 
+ONE_ROW = {"tokens_per_step": 16, "micro_batch_size": 1, "activation_budget": 1.0, "compile": "off"}
+"""Nothing that a plan would look for."""
+
+
 def config_of(place: Path, base: str) -> Config:
     config = build_config(
         {
             "model": {"path": str(place)},
             "data": {"path": "none", "seq_len": 16},
-            "train": {"precision": "bf16", "micro_batch_size": 1, "grad_accumulation": 2},
+            "train": {"precision": "bf16", "micro_batch_size": 1, "grad_accumulation": 2, "compile": "off"},
             "lora": {"r": 4, "base": base},
         }
     )
@@ -95,13 +99,14 @@ def test_a_plan_prices_the_link_and_the_decoding_and_uses_no_drives(
     assert moved[AS_STORED] < 0.8 * moved[DEQUANTISED]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("lora", "is_said"), [({"r": 4}, True), ({"r": 4, "base": AS_STORED}, False), ({}, False)]
 )
 def test_a_base_that_could_stay_in_its_codes_is_named(
     lora: dict[str, Any], is_said: bool, place: Path
 ) -> None:
-    raw = {"lora": lora, "data": {"seq_len": 16}, "train": {"tokens_per_step": 16, "micro_batch_size": 1}}
+    raw = {"lora": lora, "data": {"seq_len": 16}, "train": ONE_ROW}
     asked = ask(raw, load_machine("rtx-5090"), source="a test", hf_config=place / "config.json")
     said = [note for note in asked.notes if "lora.base=as_stored keeps it in its codes" in note]
     assert len(said) == is_said
@@ -111,7 +116,7 @@ def test_what_is_read_of_a_quantised_model_is_said(place: Path) -> None:
     raw = {
         "model": {"path": str(place)},
         "data": {"seq_len": 16},
-        "train": {"tokens_per_step": 16, "micro_batch_size": 1},
+        "train": ONE_ROW,
     }
     machine = load_machine("rtx-5090")
     assert machine.drives is not None

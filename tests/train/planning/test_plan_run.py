@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,16 @@ from megatrain.hardware import load_machine, save_machine
 from megatrain.model import masks
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.economics import economics
-from megatrain.plan.search import verdict
-from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
 from megatrain.recipes import shapes
 from megatrain.train.loop import train
 from megatrain.train.planning import micro_batches, plan_report
-from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.asking import ask
 from megatrain.train.planning.plan_report import plan_text
 from megatrain.train.planning.plan_run import plan_run
 from megatrain.train.screen import status_line
 from tests.plan.anatomies import Shape, llama_like
+from tests.searches import planned_for_a_moment
 from tests.train.project import make_config
 
 
@@ -45,11 +43,11 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The best choice that is found soon."""
-    for module in (planning, plan_report, verdict):
-        monkeypatch.setattr(module, "make_plan", partial(make_plan, budget=1_000))
     monkeypatch.setattr(micro_batches, "micro_batch_sizes", lambda *_: [1])  # none is looked for
+    with planned_for_a_moment(1_000):
+        yield
 
 
 @pytest.fixture
@@ -302,6 +300,7 @@ SLOW = ("RAM limit", "too little RAM to clip")
 """As others that are planned sooner, in the way out that they name."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.parity] if case in SLOW else []) for case in REFUSED],
@@ -540,7 +539,8 @@ def test_rows_that_need_a_long_mask_are_refused_by_plan_and_by_train(
 def test_what_a_deterministic_run_costs_is_in_its_time_or_said_to_be_unknown(
     capsys: pytest.CaptureFixture[str], models: Path
 ) -> None:
-    asked = ("--model", str(models / "small"), "--seq-len=16384", "--micro-batch-size=1", "--machine")
+    settings = ("--seq-len=16384", "--micro-batch-size=1", "train.activation_budget=1.0")
+    asked = ("--model", str(models / "small"), *settings, "--machine")
     plain = plan_json(capsys, *asked, "h100")
     repeated = plan_json(capsys, *asked, "h100", "train.deterministic=true")
     assert not any("deterministic" in note for note in plain["notes"])
@@ -571,6 +571,7 @@ def test_sizes_are_in_units_that_people_read(nbytes: float, text: str) -> None:
     assert plan_report._tera(nbytes) == text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("machine", "given", "chosen"),
     [

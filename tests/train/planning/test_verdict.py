@@ -57,6 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_config(place, hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ENDURANCE)
 def test_plan_says_the_verdict_in_words_as_json_and_by_its_exit_code(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, name: str

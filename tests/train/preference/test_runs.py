@@ -129,6 +129,7 @@ def test_a_run_says_what_it_has_learnt(root: Path, whole: Path) -> None:
     assert last["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache", ["kept", "damaged", "gone"])
 def test_a_run_that_goes_on_has_the_reference_that_it_began_with(
     root: Path, whole: Path, cache: str, caplog: pytest.LogCaptureFixture
@@ -208,6 +209,7 @@ def test_kto_runs_and_a_dry_run_asks_no_reference(root: Path, caplog: pytest.Log
     assert config.batch.micro_batch_size == 2 * config.train.micro_batch_size
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [one.name for one in OBJECTIVES.values() if not one.has_reference][1:])
 def test_a_loss_without_a_reference_asks_for_none(
     root: Path, loss: str, caplog: pytest.LogCaptureFixture

@@ -46,6 +46,7 @@ def wrong_modes(root: Path) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o277])
 def test_run_and_export_are_private_whatever_the_umask(tmp_path: Path, mask: int) -> None:
     config = make_config(tmp_path, **SHORT)

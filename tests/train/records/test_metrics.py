@@ -196,6 +196,7 @@ def test_damaged_row_is_kept_aside_and_all_others_stay(
     assert len(rows_of(path)) == 1002
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mask", [0x80, 0x01, 0x2A])
 def test_no_flipped_byte_costs_another_row(tmp_path: Path, mask: int) -> None:
     """Wherever in a row: in a key, a number, the step or the end of the line."""

@@ -37,6 +37,7 @@ def told(places: list[Path]) -> list[str]:
     return [str(path) for path in files if any(secret in path.read_bytes() for secret in SECRETS)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["model", "adapters"])
 def test_what_a_run_leaves_to_be_shared_tells_nothing_of_its_user(
     home: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture

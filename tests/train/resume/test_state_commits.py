@@ -201,6 +201,7 @@ import os, signal, sys
 from pathlib import Path
 from megatrain.store.drives.scratch import ScratchFiles
 from megatrain.train import loop
+from tests.searches import searched_for_a_moment
 from tests.train.project import make_config
 from tests.train.resume.test_state_commits import with_sums
 
@@ -216,7 +217,8 @@ def written(scratch, place, buffer):
         os.kill(os.getpid(), signal.SIGKILL)
 
 loop.train_step, ScratchFiles.write = train_step, written
-loop.train(make_config(Path(sys.argv[1]), "killed", **with_sums(Path(sys.argv[1]), on_drives=True)))
+with searched_for_a_moment():
+    loop.train(make_config(Path(sys.argv[1]), "killed", **with_sums(Path(sys.argv[1]), on_drives=True)))
 """
 
 
@@ -267,6 +269,7 @@ def test_a_trace_of_a_run_on_drives_leaves_the_run_s_state_alone(tmp_path: Path)
     assert {"nvme_read", "nvme_write"} <= names
 
 
+@pytest.mark.sampled(2)
 @every_value(activations=["recompute", "offload"], ram=[None, 540_000])
 def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_same_losses(
     ram: int | None, activations: str, tmp_path: Path
@@ -301,6 +304,7 @@ def test_a_run_with_boundaries_on_drives_takes_what_was_planned_and_gives_the_sa
     assert list((tmp_path / "drive0").iterdir()) == list((tmp_path / "drive1").iterdir()) == []
 
 
+@pytest.mark.sampled(2)
 @every_value(device=["cpu", "emulated"], fragments=[False, "auto"])
 def test_named_drives_that_ram_does_not_need_take_the_commits(
     device: str, fragments: bool | str, tmp_path: Path
