@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, masking_utils
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    masking_utils,
+)
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megatrain
 from megatrain.config.choice import StepBatch
@@ -132,6 +141,67 @@ def test_scores_are_seen_where_they_become_weights_and_logits_are_none() -> None
         torch.empty(1, LONG, 1 << 17).softmax(-1)  # of a vocabulary
         with pytest.raises(LongAttentionError, match="16385 x 16385"):
             torch.empty(1, 2, LONG, LONG).softmax(-1)
+
+
+# -- of a model's own code ----------------------------------------------------------------------------------
+
+
+def decayed(hidden: Tensor) -> Tensor:
+    """Mix tokens by a matrix of decay, as linear attention is written down."""
+    places = torch.arange(hidden.shape[1])
+    return (0.9 ** (places[:, None] - places).clamp(min=0)).tril().to(hidden.dtype) @ hidden
+
+
+def biased(hidden: Tensor) -> Tensor:
+    """Mix tokens by a bias for each head and each pair of them, in which the row is padded by one token."""
+    bias = torch.zeros(4, hidden.shape[1], hidden.shape[1] + 1, dtype=hidden.dtype)
+    return hidden + bias.mean((0, 2))[None, :, None]
+
+
+def chosen(hidden: Tensor) -> Tensor:
+    """Score each token against groups of eight, as an indexer of keys does."""
+    keys = hidden[:, : hidden.shape[1] // 8 * 8].unflatten(1, (-1, 8)).mean(2)
+    return hidden + (hidden @ keys.transpose(1, 2)).relu().amax(-1, keepdim=True)
+
+
+def in_chunks(hidden: Tensor) -> Tensor:
+    """Mix the tokens of each 64, and the states of chunks."""
+    chunks = nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % 64)).unflatten(1, (-1, 64))
+    mixed = torch.ones(64, 64, dtype=hidden.dtype).tril() @ chunks
+    return mixed.flatten(1, 2)[:, : hidden.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("mix", "tokens", "pairs"),
+    [
+        (decayed, LONG, "16,385 x 16,385"),
+        (decayed, MOST_TOKENS, None),
+        (decayed, 1 << 20, "1,048,576 x 1,048,576"),  # of positions, which are known: 8 TiB are not computed
+        (biased, LONG, "16,386 x 16,385"),
+        (chosen, 1 << 16, "65,536 x 8,192"),
+        (chosen, 1 << 15, None),
+        (in_chunks, 1 << 20, None),
+    ],
+)
+def test_pairs_of_tokens_are_seen_whatever_makes_them(
+    mix: Callable[[Tensor], Tensor], tokens: int, pairs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: forward(self, mix(hidden)))
+    if pairs is None:
+        assert count(llama(), tokens).seq_len == tokens
+    else:
+        assert f"scores of {pairs} tokens (its own code makes them)" in refusal(
+            lambda: count(llama(), tokens)
+        )
+
+
+def test_sizes_of_a_model_that_are_as_large_as_its_rows_are_no_tokens() -> None:
+    """A vocabulary, a layer and a context of the very length; a fused product has two of them in one."""
+    tokens = 1 << 17
+    sizes = {"vocab_size": tokens, "intermediate_size": tokens, "max_position_embeddings": tokens}
+    fused = Phi3Config(**{**SMALL, **sizes, "pad_token_id": 0})
+    assert count(fused, tokens).seq_len == tokens
 
 
 # -- as it runs ---------------------------------------------------------------------------------------------

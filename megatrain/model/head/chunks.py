@@ -104,7 +104,7 @@ class Chunks:
         self._inputs = (hidden, *(others or ()), *weights.tensors)
         self._ends = ends
         self.parts: list[tuple[int, Tensor]] = []
-        """Without gradients: the losses of chunks with tokens, each with the number of its first one."""
+        """With `ends`: the losses of chunks with tokens, each with the number of its first one."""
         self.is_one = targets.shape[0] == 1
         """There is one sum."""
         self.runs_again = False
@@ -161,7 +161,7 @@ class Chunks:
                 else:
                     loss = self._linear.loss(*self._rows(group, span), self._total)
                 losses[group].append(loss)
-                if span.stop:
+                if self._ends and span.stop:
                     self.parts.append((span.start, loss))
         return torch.stack([torch.stack(each).sum() for each in losses])
 
