@@ -115,11 +115,11 @@ REFUSED = {"bloom", "falcon", "falcon_alibi", "gemma2", "gemma3_text", "gpt_oss"
 @pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_refused_if_they_make_a_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MOST_TOKENS", 32)
+    monkeypatch.setattr(masks, "MOST_TOKENS", 256)
     if family in REFUSED:
-        assert "33 x 33 tokens" in refusal(lambda: count(FAMILIES[family](), 33))
+        assert "257 x 257 tokens" in refusal(lambda: count(FAMILIES[family](), 257))
     else:
-        assert count(FAMILIES[family](), 33).seq_len == 33
+        assert count(FAMILIES[family](), 257).seq_len == 257
 
 
 @pytest.mark.parametrize("shape", [(LONG, LONG), (1, 1, LONG, LONG)])
