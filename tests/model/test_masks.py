@@ -22,7 +22,9 @@ from transformers import (
     PretrainedConfig,
     masking_utils,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megatrain
@@ -115,11 +117,11 @@ REFUSED = {"bloom", "falcon", "falcon_alibi", "gemma2", "gemma3_text", "gpt_oss"
 @pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_refused_if_they_make_a_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MOST_TOKENS", 256)
+    monkeypatch.setattr(masks, "MOST_TOKENS", 96)
     if family in REFUSED:
-        assert "257 x 257 tokens" in refusal(lambda: count(FAMILIES[family](), 257))
+        assert "97 x 97 tokens" in refusal(lambda: count(FAMILIES[family](), 97))
     else:
-        assert count(FAMILIES[family](), 257).seq_len == 257
+        assert count(FAMILIES[family](), 97).seq_len == 97
 
 
 @pytest.mark.parametrize("shape", [(LONG, LONG), (1, 1, LONG, LONG)])
@@ -237,6 +239,7 @@ def clean() -> Iterator[None]:
     yield
     assert len(masks._guards) == before
     assert (AttentionMaskInterface._global_mapping["sdpa"] is masking_utils.sdpa_mask) == (not before)
+    assert (AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward) == (not before)
 
 
 def small(**changes: Any) -> PretrainedConfig:
@@ -313,3 +316,32 @@ def test_attach_refuses_what_it_cannot_plan_and_does_not_fall_back_to_caution(sh
     batch = StepBatch(micro_batch_size=1, seq_len=short + 1, num_micro_batches=1)
     assert "(eager attention always has one)" in refusal(lambda: megatrain.attach(model, batch=batch))
     assert getattr(model, "_megatrain_engine", None) is None
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("deepseek_v3", {}, "on cpu torch has no kernel that spares them for heads of 16 and 8 elements"),
+        (
+            "llama",
+            {"attention_dropout": 0.1},
+            "on cpu torch has no kernel that spares them with dropout of attention), and none beyond",
+        ),
+    ],
+)
+def test_scores_that_torch_would_make_are_refused_before_it_does(
+    short: int, family: str, changes: dict[str, Any], why: str
+) -> None:
+    """Nobody has foreseen the length: attach was given no batch."""
+    config = FAMILIES[family]()
+    config.update({"max_position_embeddings": 1024, **changes})
+    model = make_model(config)
+    engine = attach_plainly(model, activations="keep")
+    with Largest() as largest:
+        message = refusal(lambda: engine.forward_backward(make_batches(1, rows=1, tokens=short + 1)))
+    assert "513 x 513 tokens" in message
+    assert why in message
+    assert largest.numel < 2 * 513 * 513, "of four heads"
+    assert engine.forward_backward(make_batches(1, rows=1, tokens=short)).isfinite(), "and it goes on"
+    engine.detach()
