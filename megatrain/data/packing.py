@@ -8,6 +8,7 @@ hold a bounded number of tokens at a time, whatever the data's size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +19,11 @@ from megatrain.data.flagged_tokens import START, TRAINED, Words, num_trained
 _TOKENS_AT_ONCE = 1 << 22
 """The number of tokens that best-fit packing holds and arranges at a time: 16 MiB. Rows of many short
 documents are more than 99 % full with far fewer."""
+_ROWS_AT_ONCE = 8
+"""The rows that it arranges at least, if they are so long that they are more tokens than that."""
+_FEW_ROWS = 64
+"""Where so many rows at a time or fewer are arranged, the emptiest waits for more documents: it would be too
+large a part of all."""
 
 
 def split_long(words: Words, seq_len: int, way: str) -> tuple[list[Words], int]:
@@ -64,7 +70,11 @@ class Packer(ABC):
         self._held.append(words)
         self._num_held += len(words)
         if self._num_held >= self._at_once:
-            yield from self.finish()
+            yield from self._ready()
+
+    def _ready(self) -> Iterator[NDArray[np.int32]]:
+        """Yield the rows of which documents that come later change none."""
+        yield from self.finish()
 
     @abstractmethod
     def finish(self) -> Iterator[NDArray[np.int32]]:
@@ -91,31 +101,47 @@ class Joining(Packer):
 class BestFit(Packer):
     """Puts each document into the fullest row that has room for it, the longest first."""
 
-    def __init__(self, seq_len: int, fill_id: int, *, tokens_at_once: int = _TOKENS_AT_ONCE) -> None:
+    def __init__(self, seq_len: int, fill_id: int, *, tokens_at_once: int | None = None) -> None:
         """Make an empty packer.
 
         Args:
             seq_len: The number of tokens of a row.
             fill_id: The id of the token that fills rows up.
-            tokens_at_once: The number of tokens that are arranged at a time.
+            tokens_at_once: The number of tokens that are arranged at a time, if a row has no more; None takes
+                enough for rows that are nearly full.
         """
-        super().__init__(seq_len, tokens_at_once)
+        super().__init__(seq_len, tokens_at_once or max(_TOKENS_AT_ONCE, _ROWS_AT_ONCE * seq_len))
         self._fill_id = fill_id
 
     def finish(self) -> Iterator[NDArray[np.int32]]:
         """Yield the rows that are left."""
-        if not self._held:
-            return
+        yield from self._packed(self._arrange())
+
+    def _ready(self) -> Iterator[NDArray[np.int32]]:
         rows = self._arrange()
-        packed = np.full((len(rows), self._seq_len), self._fill_id, dtype=np.int32)
-        for row, documents in zip(packed, rows, strict=True):
-            joined = np.concatenate([self._held[number] for number in documents])
-            row[: len(joined)] = joined
-            if len(joined) < self._seq_len:
-                row[len(joined)] |= START
-        self.num_filled += packed.size - self._num_held
+        waiting = self._emptiest(rows) if 1 < len(rows) <= _FEW_ROWS else []
+        held = [self._held[number] for number in waiting]
+        yield from self._packed([row for row in rows if row is not waiting])
+        self._held, self._num_held = held, sum(map(len, held))
+
+    def _emptiest(self, rows: Sequence[list[int]]) -> list[int]:
+        """Return the documents of the row that has the most room, the last one of several."""
+        return min(reversed(rows), key=lambda row: sum(len(self._held[number]) for number in row))
+
+    def _packed(self, rows: Sequence[Sequence[int]]) -> Iterator[NDArray[np.int32]]:
+        """Yield rows of documents that are held, and hold none from then on."""
+        size = self._at_once // self._seq_len
+        for start in range(0, len(rows), size):
+            some = rows[start : start + size]
+            packed = np.full((len(some), self._seq_len), self._fill_id, dtype=np.int32)
+            for row, documents in zip(packed, some, strict=True):
+                joined = np.concatenate([self._held[number] for number in documents])
+                row[: len(joined)] = joined
+                if len(joined) < self._seq_len:
+                    row[len(joined)] |= START
+                self.num_filled += self._seq_len - len(joined)
+            yield packed
         self._held, self._num_held = [], 0
-        yield packed
 
     def _arrange(self) -> list[list[int]]:
         """Return the documents of each row, with rows and documents in the order of the data."""
@@ -127,6 +153,9 @@ class OnePerRow(BestFit):
 
     def _arrange(self) -> list[list[int]]:
         return [[number] for number in range(len(self._held))]
+
+    def _emptiest(self, rows: Sequence[list[int]]) -> list[int]:
+        return []  # more documents fill none
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -143,23 +172,25 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
-    available = 0  # bit r says that some row has r tokens of room
+    rooms: list[int] = []  # the keys of `with_room`, ascending
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[number]
-        fitting = available >> length
-        if fitting:
-            left = length + (fitting & -fitting).bit_length() - 1
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            left = rooms[place]
             row = with_room[left].pop()
             if not with_room[left]:
-                available &= ~(1 << left)
+                del with_room[left], rooms[place]
             rows[row].append(number)
         else:
             left, row = room, len(rows)
             rows.append([number])
         left -= length
         if left:
-            with_room.setdefault(left, []).append(row)
-            available |= 1 << left
+            if left not in with_room:
+                with_room[left] = []
+                insort(rooms, left)
+            with_room[left].append(row)
     for numbers in rows:
         numbers.sort()
     return sorted(rows)

@@ -97,9 +97,12 @@ class Prepared:
         if self.packing != "best_fit":
             return None
         number, length = self.rows.shape
-        rows = self.rows[np.linspace(0, number - 1, min(number, _MEASURED_ROWS)).astype(int).tolist()]
-        starts = np.append(np.flatnonzero(rows & START), rows.size)
-        mean = np.square(np.diff(starts)).sum() / rows.size
+        sample = np.linspace(0, number - 1, min(number, _MEASURED_ROWS)).astype(int).tolist()
+        squares = 0
+        for place in sample:  # one at a time: a row may have a million tokens
+            starts = np.append(np.flatnonzero(self.rows[[place]] & START), length)
+            squares += int(np.square(np.diff(starts)).sum())
+        mean = squares / (len(sample) * length)
         return min(-(-int(mean) // _DOCUMENT_MULTIPLE) * _DOCUMENT_MULTIPLE, length)
 
     def describe(self) -> str:

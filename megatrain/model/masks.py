@@ -4,8 +4,9 @@ Where attention has a form without a mask (`is_causal`, or kernels that know win
 makes none; sliding windows under `sdpa`, padding, packed rows and eager attention need one. Every mask of its
 models is made by a function of `AttentionMaskInterface`, which asks a `mask_function` which token sees which
 only if there has to be a mask. So that is where long ones are refused: whatever the model, and as late as its
-own code decides, but before anything of that size is allocated. While a model is counted, attention kernels
-and softmax are watched beside that (`Meter`), for masks and scores that come from anywhere else.
+own code decides, but before anything of that size is allocated. Where torch attends, it is asked whether the
+device has a kernel that makes no scores. While a model is counted, attention kernels, softmax and the shapes
+of all tensors are watched beside that (`Meter`), for what comes from anywhere else.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
+from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from megatrain.config.attention import BY_DOCUMENT, VARLEN
 from megatrain.errors import ConfigError
@@ -118,19 +124,23 @@ def long_masks_refused(model: PreTrainedModel) -> Iterator[None]:
     configs = {id(config) for module in model.modules() if (config := getattr(module, "config", None))}
     guard = _Guard(weakref.ref(model), frozenset(configs))
     makers: dict[str, Any] = AttentionMaskInterface._global_mapping
+    kernels: dict[str, Any] = AttentionInterface._global_mapping
     _guards.append(guard)
     for name, make in makers.items():
         # flex attention asks its mask_function to make a mask of blocks, which is 16,384 times smaller
         if make is not masking_utils.flex_attention_mask and not hasattr(make, "refuses_long"):
             makers[name] = _refusing(make)
+    if not hasattr(kernels["sdpa"], "refuses_long"):
+        kernels["sdpa"] = _without_scores(kernels["sdpa"])
     try:
         yield
     finally:
         _guards.remove(guard)
         if not _guards:
-            for name, make in makers.items():
-                if hasattr(make, "refuses_long"):
-                    makers[name] = make.__wrapped__
+            for functions in (makers, kernels):
+                for name, function in functions.items():
+                    if hasattr(function, "refuses_long"):
+                        functions[name] = function.__wrapped__
 
 
 def _refusing(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,3 +177,46 @@ def _refuse(model: PreTrainedModel, given: Mapping[str, Any], *_: Any) -> NoRetu
         cause = "packed rows (position_ids), or a rule of its own for what a token sees, need one"
         ways = (f"model.attn_implementation={VARLEN} ({BY_DOCUMENT} on a CPU) for packed rows", *ways)
     raise refused(model, given["q_length"], given["kv_length"], cause, *ways)
+
+
+# -- scores that torch makes, and what is added to them ------------------------------------------------------
+
+
+def _without_scores(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap transformers' function for torch's attention: nobody may have foreseen a row of this length."""
+
+    @functools.wraps(attend)
+    def attend_checked(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any
+    ) -> Any:
+        if is_long(query.shape[2], key.shape[2]) and not torch.compiler.is_compiling():
+            model = _guarded(getattr(module, "config", None))
+            if model is not None and not isinstance(query, FakeTensor):  # a count sees all that is made
+                _refuse_scores(model, query, key, value, named)
+        return attend(module, query, key, value, *given, **named)
+
+    attend_checked.refuses_long = True  # type: ignore[attr-defined]
+    return attend_checked
+
+
+def _refuse_scores(
+    model: PreTrainedModel, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]
+) -> None:
+    queries, keys = query.shape[2], key.shape[2]
+    if given.get("position_bias") is not None:
+        raise refused(model, queries, keys, "it adds a bias of positions to scores", *without_mask(model))
+    groups_known = use_gqa_in_sdpa(None, key, value)
+    if not groups_known:  # transformers repeats keys and values: here they take no memory
+        key, value = (each[:, :1].expand(-1, query.shape[1], -1, -1) for each in (key, value))
+    dropout, scale = given.get("dropout", 0.0), given.get("scaling")
+    chosen = torch._fused_sdp_choice(
+        query, key, value, None, dropout, True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    if chosen == SDPBackend.MATH.value:
+        cause = f"on {query.device.type} torch has no kernel that spares them"
+        if dropout:
+            raise refused(
+                model, queries, keys, f"{cause} with dropout of attention", "no dropout of attention"
+            )
+        sizes = f"{query.shape[-1]} and {value.shape[-1]} elements in {query.dtype}"
+        raise refused(model, queries, keys, f"{cause} for heads of {sizes}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token that is not trained on, as in torch and transformers."""
+
+
+class ByPosition(Protocol):
+    """What takes the loss of a batch by ranges of positions."""
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Where ranges end, in the tokens of all rows one after the other."""
+
+    def take(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """Take the losses of chunks, each with the number of its first token; none crosses an end."""
 
 
 @dataclass(slots=True)
@@ -28,6 +40,8 @@ class Share:
     """The model's own code divided by `total`."""
     of_tokens: Tensor | None = None
     """The loss of tokens, where the model returns what it adds to it alone."""
+    by_position: ByPosition | None = None
+    """What takes the loss of tokens by their positions; None: nobody asks for it."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the micro-batch's part of the step's loss, scaled here if the model's own code did not."""

@@ -24,6 +24,7 @@ from megatrain.model.sequence.rows import cut_rows
 from megatrain.store.state import HostState
 from megatrain.stream import choice_checks
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.passed import Passed
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import Binding
 from megatrain.stream.forward.attention import chosen_kernels
@@ -247,6 +248,13 @@ class Engine:
         """
         self.require_attached()
         return self._steps.run(losses, seeds, only_loss=only_loss, before=before)
+
+    def passed(self) -> Passed | None:
+        """Return how far the newest step of this engine has come, while another thread runs it.
+
+        None: no step of known micro-batches has begun. Nobody waits, and no bit depends on it.
+        """
+        return self.arrangement.rounds.passed()
 
     def adopt_forward(self) -> None:
         """Let calls come in through the forward that was put on the model after `attach`, as TRL does."""

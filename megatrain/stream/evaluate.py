@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatrain.model.head.head import count_targets
+from megatrain.model.head.positions import PositionSums
 from megatrain.model.shares import IGNORED, RowSums, Share
 
 if TYPE_CHECKING:
@@ -22,8 +23,25 @@ def ids_of(batch: Mapping[str, Any]) -> int:
     return int(batch["input_ids"].numel())
 
 
+class BatchLoss(NamedTuple):
+    """The loss of a batch."""
+
+    loss: Tensor
+    """The mean over `num_targets` tokens."""
+    num_targets: int
+    by_position: PositionSums | None
+    """The same by ranges of positions; None: nobody has asked."""
+
+
 def losses(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Tensor, int]]:
-    """Yield the mean loss of each batch, and over how many tokens it is the mean.
+    """Yield the mean loss of each batch, and over how many tokens it is the mean; see `batch_losses`."""
+    yield from ((found.loss, found.num_targets) for found in batch_losses(engine, batches))
+
+
+def batch_losses(
+    engine: Engine, batches: Iterable[Mapping[str, Any]], *, by_position: bool = False
+) -> Iterator[BatchLoss]:
+    """Yield the mean loss of each batch.
 
     Batches pass together, as many as `Together.fit` allows, and each has the bits of a pass alone.
     The head runs in chunks where those of training do: the logits of a batch are never there as a whole. Call
@@ -32,19 +50,26 @@ def losses(engine: Engine, batches: Iterable[Mapping[str, Any]]) -> Iterator[tup
     Args:
         engine: The engine, whose model is in the mode that is wanted (`eval`).
         batches: The batches, each as keyword arguments of the model's forward, `labels` included.
+        by_position: Whether the loss is wanted by ranges of positions too; then all batches pass the head in
+            chunks, which end where ranges do.
     """
     engine.require_attached()
     model, options = engine.model, _options(engine)
 
-    def loss_of(batch: Mapping[str, Any], count: int) -> Tensor:
-        with engine._model_forward.head.over(Share(count, count)):
+    def loss_of(batch: Mapping[str, Any], count: int, sums: PositionSums | None) -> Tensor:
+        with engine._model_forward.head.over(Share(count, count, by_position=sums)):
             loss: Tensor = model(**{**batch, **options}).loss
         return loss
 
     for group in engine.together.groups(batches, ids_of):
-        counted = [(batch, count) for batch in group if (count := count_targets(batch))]
+        counted = [
+            (batch, count, PositionSums(batch) if by_position else None)
+            for batch in group
+            if (count := count_targets(batch))
+        ]
         found = engine.together.run([partial(loss_of, *each) for each in counted])
-        yield from zip(found, (count for _, count in counted), strict=True)
+        for loss, (_, count, sums) in zip(found, counted, strict=True):
+            yield BatchLoss(loss, count, sums)
 
 
 def row_losses(engine: Engine, batch: Mapping[str, Any]) -> Tensor:

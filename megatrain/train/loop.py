@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_f
 from megatrain.train.run import Run, prepare
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
-from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag
+from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
 from megatrain.train.step import train_step
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def train(
         is_saved = start["is_own"] and point.saved is not None and point.saved["step"] == run.step
         is_done = False
         with recorded(run, directory), resume_point_told(run, directory), ExitStack() as signals:
-            stop = signals.enter_context(stop_flag(ranks))
+            stop = signals.enter_context(stop_flag(ranks, partial(what_follows, run)))
             try:
                 final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
@@ -114,8 +116,8 @@ def train(
                     signals.close()  # an export may be interrupted
                     if best is not None:
                         final = find_best(directory.checkpoints, best)
-                    partial = directory.path / ".hf-partial"
-                    export_model(final, directory.model, partial, card=model_card(directory.path))
+                    unfinished = directory.path / ".hf-partial"
+                    export_model(final, directory.model, unfinished, card=model_card(directory.path))
                 # the first rank removes the state of its node, and ends in an error where the run goes on
                 is_done = is_first or (ranks.node > 0 and (run.is_complete or tracker.has_stopped))
             finally:
@@ -164,18 +166,30 @@ def _start_of(
 
 @contextmanager
 def _shown(run: Run, directory: RunDirectory) -> Iterator[Callable[[StepMetrics, bool], None]]:
-    """Yield what writes and shows a row, given whether it is the last one; the first rank does both."""
+    """Yield what writes and shows a row, given whether it is the last one; the first rank does both.
+
+    Inside, that rank also shows how far a step is that lasts.
+    """
     if run.ranks.rank > 0:
         yield lambda row, is_last: None
         return
-    progress = Progress(num_steps=run.num_steps, first_step=run.step, mode=run.config.log.progress)
+    progress = Progress(
+        num_steps=run.num_steps,
+        first_step=run.step,
+        mode=run.config.log.progress,
+        passed=run.engine.passed,
+    )
     with MetricsLog(directory.metrics, resume_step=run.step) as metrics, progress:
 
         def show(row: StepMetrics, is_last: bool) -> None:
             metrics.write(row)
             progress.update(row, is_last=is_last)
 
-        yield show
+        run.within = progress.within
+        try:
+            yield show
+        finally:
+            run.within = None
 
 
 def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, saved: Path | None) -> Path:
@@ -200,7 +214,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if run.ranks.tell(stop.is_set()):
                 reason = "a signal"
                 break
-            row = train_step(run)
+            with nullcontext() if run.within is None else run.within.step(run.step + 1):
+                row = train_step(run)
             saved = None
             callbacks.at(run.step, tokens=run.tokens)
             callbacks.call("on_step_end")
@@ -274,7 +289,7 @@ def _save(run: Run, directory: RunDirectory) -> Path:
     keep_last = run.config.checkpoint.keep_last or sys.maxsize
     run.last_good.save(run.step, keep_last)
     meta = run.meta()  # other threads make the updates, which must be done
-    path = None
+    path, began_s = None, time.monotonic()
     with run.moving(f"saving step {run.step}"):
         if run.ranks.rank == 0:
             path = save(
@@ -288,6 +303,7 @@ def _save(run: Run, directory: RunDirectory) -> Path:
         elif run.engine.host.is_read_by_all:
             lend_state(run.engine)
         saved = Path(run.ranks.tell(None if path is None else str(path)))
+    run.save_s = time.monotonic() - began_s
     run.tell("checkpoint")
     if run.ranks.rank == 0:
         run.experts.write(directory.experts)

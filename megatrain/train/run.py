@@ -58,6 +58,7 @@ from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, ti
 from megatrain.train.run_data import make_eval_sets, make_loader, read_data
 from megatrain.train.schedule import make_schedule
 from megatrain.train.screen.start import start_lines
+from megatrain.train.screen.within_step import WithinStep
 from megatrain.train.seeds import micro_batch_seed
 from megatrain.train.spikes import Spikes
 
@@ -109,6 +110,10 @@ class Run:
     """The fingerprint of the model that has adapters; None if the run trains the model itself."""
     reference: str | None = None
     """The fingerprint of the model that answers are compared with; None if there is none."""
+    within: WithinStep | None = None
+    """What looks at the step that is going on; None between runs of steps, and on ranks after the first."""
+    save_s: float | None = None
+    """The seconds that the newest save took; None before the first."""
     processor: Mapping[str, bytes] = field(default_factory=dict)
     """The files of the model's processor of images, by name."""
 

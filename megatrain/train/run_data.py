@@ -17,6 +17,7 @@ from megatrain.data.loader import PackedLoader, in_batches
 from megatrain.data.prepare import Prepared
 from megatrain.data.templates import why_not_suited
 from megatrain.data.tokens.template import template_source
+from megatrain.model.head.positions import FIRST_TOKENS
 from megatrain.train.evaluate.losses import EvalSet
 from megatrain.train.inputs import (
     Packer,
@@ -119,8 +120,14 @@ def make_eval_sets(config: Config, packed: Mapping[str, tuple[Rows, str]]) -> li
         config: The settings, in which nothing is open.
         packed: The result of `Packer.evaluation`.
     """
-    loss, size = loss_of(config), config.train.micro_batch_size
+    measure, size = loss_of(config).measure, config.train.micro_batch_size
     return [
-        EvalSet(name=name, batches=partial(in_batches, rows, size, way), measure=loss.measure, rows=rows)
+        EvalSet(
+            name=name,
+            batches=partial(in_batches, rows, size, way),
+            measure=measure,
+            rows=rows,
+            by_position=config.eval.by_position and measure is None and rows.shape[1] > 2 * FIRST_TOKENS,
+        )
         for name, (rows, way) in packed.items()
     ]

@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, masking_utils
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    masking_utils,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megatrain
 from megatrain.config.choice import StepBatch
@@ -107,11 +118,11 @@ REFUSED = {"bloom", "falcon", "falcon_alibi", "gemma2", "gemma3_text", "gpt_oss"
 @pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_refused_if_they_make_a_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MOST_TOKENS", 32)
+    monkeypatch.setattr(masks, "MOST_TOKENS", 96)
     if family in REFUSED:
-        assert "33 x 33 tokens" in refusal(lambda: count(FAMILIES[family](), 33))
+        assert "97 x 97 tokens" in refusal(lambda: count(FAMILIES[family](), 97))
     else:
-        assert count(FAMILIES[family](), 33).seq_len == 33
+        assert count(FAMILIES[family](), 97).seq_len == 97
 
 
 @pytest.mark.parametrize("shape", [(LONG, LONG), (1, 1, LONG, LONG)])
@@ -133,6 +144,67 @@ def test_scores_are_seen_where_they_become_weights_and_logits_are_none() -> None
         torch.empty(1, LONG, 1 << 17).softmax(-1)  # of a vocabulary
         with pytest.raises(LongAttentionError, match="16385 x 16385"):
             torch.empty(1, 2, LONG, LONG).softmax(-1)
+
+
+# -- of a model's own code ----------------------------------------------------------------------------------
+
+
+def decayed(hidden: Tensor) -> Tensor:
+    """Mix tokens by a matrix of decay, as linear attention is written down."""
+    places = torch.arange(hidden.shape[1])
+    return (0.9 ** (places[:, None] - places).clamp(min=0)).tril().to(hidden.dtype) @ hidden
+
+
+def biased(hidden: Tensor) -> Tensor:
+    """Mix tokens by a bias for each head and each pair of them, in which the row is padded by one token."""
+    bias = torch.zeros(4, hidden.shape[1], hidden.shape[1] + 1, dtype=hidden.dtype)
+    return hidden + bias.mean((0, 2))[None, :, None]
+
+
+def chosen(hidden: Tensor) -> Tensor:
+    """Score each token against groups of eight, as an indexer of keys does."""
+    keys = hidden[:, : hidden.shape[1] // 8 * 8].unflatten(1, (-1, 8)).mean(2)
+    return hidden + (hidden @ keys.transpose(1, 2)).relu().amax(-1, keepdim=True)
+
+
+def in_chunks(hidden: Tensor) -> Tensor:
+    """Mix the tokens of each 64, and the states of chunks."""
+    chunks = nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % 64)).unflatten(1, (-1, 64))
+    mixed = torch.ones(64, 64, dtype=hidden.dtype).tril() @ chunks
+    return mixed.flatten(1, 2)[:, : hidden.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("mix", "tokens", "pairs"),
+    [
+        (decayed, LONG, "16,385 x 16,385"),
+        (decayed, MOST_TOKENS, None),
+        (decayed, 1 << 20, "1,048,576 x 1,048,576"),  # of positions, which are known: 8 TiB are not computed
+        (biased, LONG, "16,386 x 16,385"),
+        (chosen, 1 << 16, "65,536 x 8,192"),
+        (chosen, 1 << 15, None),
+        (in_chunks, 1 << 20, None),
+    ],
+)
+def test_pairs_of_tokens_are_seen_whatever_makes_them(
+    mix: Callable[[Tensor], Tensor], tokens: int, pairs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: forward(self, mix(hidden)))
+    if pairs is None:
+        assert count(llama(), tokens).seq_len == tokens
+    else:
+        assert f"scores of {pairs} tokens (its own code makes them)" in refusal(
+            lambda: count(llama(), tokens)
+        )
+
+
+def test_sizes_of_a_model_that_are_as_large_as_its_rows_are_no_tokens() -> None:
+    """A vocabulary, a layer and a context of the very length; a fused product has two of them in one."""
+    tokens = 1 << 17
+    sizes = {"vocab_size": tokens, "intermediate_size": tokens, "max_position_embeddings": tokens}
+    fused = Phi3Config(**{**SMALL, **sizes, "pad_token_id": 0})
+    assert count(fused, tokens).seq_len == tokens
 
 
 # -- as it runs ---------------------------------------------------------------------------------------------
@@ -168,6 +240,7 @@ def clean() -> Iterator[None]:
     yield
     assert len(masks._guards) == before
     assert (AttentionMaskInterface._global_mapping["sdpa"] is masking_utils.sdpa_mask) == (not before)
+    assert (AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward) == (not before)
 
 
 def small(**changes: Any) -> PretrainedConfig:
@@ -244,3 +317,32 @@ def test_attach_refuses_what_it_cannot_plan_and_does_not_fall_back_to_caution(sh
     batch = StepBatch(micro_batch_size=1, seq_len=short + 1, num_micro_batches=1)
     assert "(eager attention always has one)" in refusal(lambda: megatrain.attach(model, batch=batch))
     assert getattr(model, "_megatrain_engine", None) is None
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("deepseek_v3", {}, "on cpu torch has no kernel that spares them for heads of 16 and 8 elements"),
+        (
+            "llama",
+            {"attention_dropout": 0.1},
+            "on cpu torch has no kernel that spares them with dropout of attention), and none beyond",
+        ),
+    ],
+)
+def test_scores_that_torch_would_make_are_refused_before_it_does(
+    short: int, family: str, changes: dict[str, Any], why: str
+) -> None:
+    """Nobody has foreseen the length: attach was given no batch."""
+    config = FAMILIES[family]()
+    config.update({"max_position_embeddings": 1024, **changes})
+    model = make_model(config)
+    engine = attach_plainly(model, activations="keep")
+    with Largest() as largest:
+        message = refusal(lambda: engine.forward_backward(make_batches(1, rows=1, tokens=short + 1)))
+    assert "513 x 513 tokens" in message
+    assert why in message
+    assert largest.numel < 2 * 513 * 513, "of four heads"
+    assert engine.forward_backward(make_batches(1, rows=1, tokens=short)).isfinite(), "and it goes on"
+    engine.detach()

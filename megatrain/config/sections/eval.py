@@ -22,6 +22,9 @@ class EvalConfig(Section):
     """Evaluate before the first step too."""
     at_end: bool = True
     """Evaluate after the last step too."""
+    by_position: bool = True
+    """Also tell the loss by the position of tokens in their documents, or in joined rows: below 1k (1,024),
+    from there to 2k, to 4k, and so on. Only of rows of more than 2,048 tokens, and not of judged answers."""
     metric: Name | None = None
     """Name of the set whose loss says which checkpoint is the best. null = the first one."""
     keep_best: bool = True

@@ -46,7 +46,8 @@ class LogConfig(Section):
     """Steps between rows of `metrics.jsonl` and progress updates."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """A bar, plain lines (the first and the last step, and one every 10 s), or neither. `auto` = a bar on a
-    terminal, lines elsewhere."""
+    terminal, lines elsewhere. A step of more than 10 s shows how far it is: in the bar every second, in lines
+    once a minute."""
     to: Annotated[tuple[Name, ...], BeforeValidator(as_tuple), reads_as("a list of names")] = ()
     """Other places to log to, by the names of transformers' integrations: `tensorboard`, `wandb`, `trackio`,
     `mlflow` and others, each with its package installed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def _starts(
                 "seq_lengths are not those of the tokens",
                 f"seq_lengths add up to {sum(lengths):,}, and there are {count:,} tokens",
             )
-        found["seq_lengths"] = [sum(lengths[:number]) for number in range(len(lengths))]
+        found["seq_lengths"] = [*accumulate(lengths[:-1], initial=0)]
     if attended is not None and set(attended) != {1}:  # the mask numbers the documents
         found["attention_mask"] = [
             place for place in range(count) if not place or attended[place] != attended[place - 1]

@@ -15,6 +15,8 @@ from megatrain.hub import asking_hub
 _log = logging.getLogger(__name__)
 
 _BATCH = 256
+_BATCH_BYTES = 1 << 25
+"""The bytes of rows that are turned into Python's values at a time."""
 _HUB_WAIT_S = 10.0
 
 
@@ -116,9 +118,12 @@ def _rows(load: Any, problem: str, *, shows_progress: bool = False) -> Iterator[
                 table = next(batches, None)
             if table is None:
                 return
-            for value in table.to_pylist():
-                number += 1
-                yield Row(number, {name: _without_none(cell) for name, cell in value.items()})
+            # as Python's values a row of tokens takes ten times its bytes, so large rows are few at a time
+            size = max(1, _BATCH_BYTES * len(table) // max(1, table.nbytes))
+            for start in range(0, len(table), size):
+                for value in table.slice(start, size).to_pylist():
+                    number += 1
+                    yield Row(number, {name: _without_none(cell) for name, cell in value.items()})
     except MegatrainError:
         raise
     except Exception as error:  # pyarrow, fsspec, the hub's client and builders each have errors of their own

@@ -7,6 +7,7 @@ words must be in there, and no other message's may be; otherwise the conversatio
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -135,7 +136,8 @@ def _ended(rendered: Rendered, spans: list[Span], eos: str) -> list[Span]:
     last, (start, end) = rendered.pieces[-1], spans[-1]
     if last.message is None and last.start == end and eos and rendered.text[end:].strip() == eos:
         return [*spans[:-1], (start, last.end)]
-    is_template_s = all(piece.value is None for piece in rendered.pieces if piece.end == end)
+    ending = rendered.pieces[bisect_left(rendered.pieces, end, key=lambda piece: piece.end)]
+    is_template_s = ending.value is None or ending.end != end
     return less(spans, [(end - 1, end)]) if is_template_s and rendered.text[end - 1] == " " else spans
 
 

@@ -13,13 +13,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import ModuleType
 
-from megatrain.data.example import Example, TextExample
+from megatrain.data.example import Example, TokensExample, texts_of
 from megatrain.data.flagged_tokens import Words
 from megatrain.data.pairs import Judged
 from megatrain.data.tokens.encode import Encoder, EncoderRecipe, Refused
 from megatrain.errors import ConfigError
 
 _EXAMPLES_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 1 << 20
+_CHARACTERS_OF_TOKEN = 4
 
 
 def encode_all(
@@ -78,12 +79,19 @@ def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
     characters = 0
     for example in examples:
         chunk.append(example)
-        characters += len(example.text) if isinstance(example, TextExample) else 0
+        characters += _size(example)
         if len(chunk) >= _EXAMPLES_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
             yield chunk
             chunk, characters = [], 0
     if chunk:
         yield chunk
+
+
+def _size(example: Example) -> int:
+    """Return the characters of an example, or about as many as its tokens stand for."""
+    if isinstance(example, TokensExample):
+        return _CHARACTERS_OF_TOKEN * len(example.input_ids)
+    return sum(map(len, texts_of(example)))
 
 
 _encoder: Encoder | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -75,6 +76,7 @@ class Chunks:
         chunk_tokens: int,
         linear: LinearHead | None = None,
         total: int | Tensor = 1,
+        ends: Sequence[int] = (),
     ) -> None:
         """Prepare to pass them.
 
@@ -88,6 +90,8 @@ class Chunks:
             chunk_tokens: Tokens per chunk.
             linear: What computes losses and gradients in place of `loss_of`; None: nothing does.
             total: The number by which it divides sums over tokens.
+            ends: The tokens of the only group at which a chunk ends in any case, the last one included; what
+                `others` lead to is then a chunk without tokens, before all others.
         """
         self._loss_of = loss_of
         self.weights = weights
@@ -98,6 +102,9 @@ class Chunks:
         self._chunk_tokens = chunk_tokens
         self._linear, self._total = linear, total
         self._inputs = (hidden, *(others or ()), *weights.tensors)
+        self._ends = ends
+        self.parts: list[tuple[int, Tensor]] = []
+        """With `ends`: the losses of chunks with tokens, each with the number of its first one."""
         self.is_one = targets.shape[0] == 1
         """There is one sum."""
         self.runs_again = False
@@ -114,6 +121,13 @@ class Chunks:
         return losses
 
     def _spans(self) -> Iterator[tuple[int, slice]]:
+        if self._ends:
+            if self._others is not None:
+                yield 0, slice(0, 0)
+            for begin, end in pairwise((0, *self._ends)):
+                for start in range(begin, end, self._chunk_tokens):
+                    yield 0, slice(start, min(start + self._chunk_tokens, end))
+            return
         for group in range(self._targets.shape[0]):
             for start in range(0, max(1, self._targets.shape[1]), self._chunk_tokens):
                 yield group, slice(start, start + self._chunk_tokens)
@@ -128,7 +142,8 @@ class Chunks:
         """
         at = slice(group, group + 1)
         part = self._hidden[at, span].detach().requires_grad_(self._wants_hidden)
-        others = self._others if group == span.start == 0 else None
+        is_first = group == span.start == 0 and not (self._ends and span.stop)
+        others = self._others if is_first else None
         if others is not None:
             others = [tensor.detach().requires_grad_() for tensor in others]
         given = None if others is None else [tensor.view_as(tensor) for tensor in others]
@@ -146,6 +161,8 @@ class Chunks:
                 else:
                     loss = self._linear.loss(*self._rows(group, span), self._total)
                 losses[group].append(loss)
+                if self._ends and span.stop:
+                    self.parts.append((span.start, loss))
         return torch.stack([torch.stack(each).sum() for each in losses])
 
     def values(self) -> tuple[Tensor, list[Tensor | None]]:

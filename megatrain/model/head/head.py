@@ -21,7 +21,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -29,7 +28,8 @@ from megatrain.errors import DataError
 from megatrain.model.head.chunks import Chunks, HeadWeights
 from megatrain.model.head.form import Form, form_of, linear_of
 from megatrain.model.head.linear import LinearHead
-from megatrain.model.shares import IGNORED, RowSums, Share, adds_router_loss
+from megatrain.model.head.others import Others, leads_to
+from megatrain.model.shares import IGNORED, ByPosition, RowSums, Share, adds_router_loss
 
 _log = logging.getLogger(__name__)
 
@@ -214,6 +214,8 @@ class Head:
         wants_loss = torch.is_grad_enabled() and (self.only_loss or self._is_explicit)
         if self.share is None and not wants_loss:
             return False
+        if self.share is not None and self.share.by_position is not None:
+            return self._decoder() is not None
         return bool(labels.numel() > self.chunk_tokens) and self._decoder() is not None
 
     def _decoder(self) -> nn.Module | None:
@@ -270,10 +272,11 @@ class Head:
         total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
-        others = _Others(output) if self._adds_router_loss(named) else None
+        others = Others(output) if self._adds_router_loss(named) else None
         call = _Call(inner, named, output)
         loss_of = partial(self._part, call, total, share=self.share, others=others)
-        (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, total, others)
+        by_position = None if self.share is None else self.share.by_position
+        (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, total, others, by_position)
         if self.share is not None:
             self.share.was_used = True
         return ModelOutput(loss=loss)
@@ -284,7 +287,8 @@ class Head:
         hidden: Tensor,
         targets: Tensor,
         total: int | Tensor = 1,
-        others: _Others | None = None,
+        others: Others | None = None,
+        by_position: ByPosition | None = None,
     ) -> Tensor:
         """Add up the loss of each row, in chunks of tokens; auxiliary losses belong to the first one."""
         is_watched = self.linear is None or self.linear.is_watched
@@ -297,8 +301,11 @@ class Head:
             chunk_tokens=self.chunk_tokens,
             linear=None if is_watched or others is not None else self.linear,
             total=total,
+            ends=() if by_position is None else by_position.ends,
         )
         losses = chunks.losses()
+        if by_position is not None:
+            by_position.take(chunks.parts)
         self.chunked_tokens += targets.numel()
         if losses.requires_grad and chunks.runs_again:
             self.rerun_tokens += targets.numel()
@@ -319,7 +326,7 @@ class Head:
         given: Sequence[Tensor] | None = None,
         *,
         share: Share | None = None,
-        others: _Others | None = None,
+        others: Others | None = None,
     ) -> Tensor:
         """Compute the loss of one chunk; that of the first one with what a model adds, as the share says.
 
@@ -381,11 +388,11 @@ class Head:
                     float(loss_of(hidden[:, span], targets[:, span]))
                     for span in (slice(0, half), slice(half, None))
                 )
-                others = _Others(output)
+                others = Others(output)
                 leaves = [tensor.detach().requires_grad_() for tensor in others.tensors]
                 beside = replace(output, **others.fields(leaves))
                 loss_of = partial(self._part, _Call(inner, named, beside), count, hidden, targets)
-                if not adds_router and _leads_to(leaves, loss_of):
+                if not adds_router and leads_to(leaves, loss_of):
                     raise ValueError("it depends on more than the last hidden states of its decoder")
                 if linear is not None:
                     with self._weights_of().leaves():
@@ -434,45 +441,6 @@ class _Call:
     """The arguments."""
     output: Any
     """What the decoder has returned."""
-
-
-class _Others:
-    """The tensors of a decoder's output, beside the last hidden states, from which gradients lead on."""
-
-    def __init__(self, output: Any) -> None:
-        """Find them in the fields of `output`."""
-        held = {name: value for name, value in output.items() if name != "last_hidden_state"}
-        self._leaves, self._tree = tree_flatten(held)
-        self._places = [
-            place
-            for place, leaf in enumerate(self._leaves)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        self._output = output
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors."""
-        return [self._leaves[place] for place in self._places]
-
-    def fields(self, given: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the fields with tensors in place of these."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, given, strict=True):
-            leaves[place] = tensor
-        fields: dict[str, Any] = tree_unflatten(leaves, self._tree)
-        return fields
-
-
-def _leads_to(tensors: Sequence[Tensor], loss_of: Callable[[], Tensor]) -> bool:
-    """Return whether a loss depends on any of these."""
-    if not tensors:
-        return False
-    with torch.enable_grad():
-        loss = loss_of()
-    if not loss.requires_grad:
-        return False
-    return any(grad is not None for grad in torch.autograd.grad(loss, tensors, allow_unused=True))
 
 
 @contextmanager

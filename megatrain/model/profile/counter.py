@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from unittest import mock
@@ -35,12 +36,13 @@ from megatrain.model.head.form import form_of
 from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
-from megatrain.model.masks import LongAttentionError, long_masks_refused, refused, without_mask
+from megatrain.model.masks import LongAttentionError, is_long, long_masks_refused, refused, without_mask
 from megatrain.model.profile.anatomy import Cost, Fragment, Layer
 from megatrain.model.profile.compiled import MOST_OPERATIONS, count_compiled
 from megatrain.model.profile.experts import experts_apart, experts_left_out
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
 from megatrain.model.profile.metering import Meter
+from megatrain.model.profile.pairs import TokenPairs
 from megatrain.model.profile.rows import Rows, prime_beside
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
 from megatrain.model.profile.whole_pass import HeadPass, Traces, WholePass, WholePassTracer
@@ -229,15 +231,16 @@ class Counter:
         seq_len = self.shape[1]
         own_len = -(-seq_len // self.sequence)
         chunk = head_chunk_tokens or chunk_tokens_of(self.model.config)
-        lengths = {seq_len, own_len, chunk}
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            lengths.update(tensor.shape)
-        settings = self.model.config.get_text_config().to_dict().values()
-        lengths.update(value for value in settings if isinstance(value, int))
-        self.rows = Rows(prime_beside(lengths), sizes)
+        self.rows = Rows(prime_beside({seq_len, own_len, chunk} | self._sizes()), sizes)
         self.shape = self.rows.counted, seq_len
         is_whole = max(sizes) * own_len <= chunk
         return self.rows.counted * own_len if is_whole else chunk
+
+    def _sizes(self) -> set[int]:
+        """Return all dimensions of the model's tensors, and the numbers among its settings."""
+        settings = self.model.config.get_text_config().to_dict().values()
+        sizes = {value for value in settings if isinstance(value, int)}
+        return sizes.union(*(each.shape for each in (*self.model.parameters(), *self.model.buffers())))
 
     def run(
         self, head_chunk_tokens: int | None, *, device_type: str, policies: Sequence[str] = COUNTED
@@ -267,6 +270,25 @@ class Counter:
         """Return the blocks of a layer."""
         return self.groups[[id(layer) for layer in self.layers].index(id(module))]
 
+    def _refuse_pairs(self, device_type: str) -> None:
+        """Run a row of as many tokens as those that are counted, and refuse pairs of tokens.
+
+        Where their number is a size of the model too, whose tensors would look like pairs, a few tokens are
+        left out.
+        """
+        (_, seq_len), sizes = self.shape, self._sizes()
+        num_tokens = next(n for n in count(seq_len, -1) if not sizes & {n, -(-n // self.sequence)})
+        pairs = TokenPairs((num_tokens, -(-num_tokens // self.sequence)), sizes)
+        held = self.rows, self.shape
+        self.rows, self.shape = Rows(1), (1, num_tokens)
+        try:
+            self._trace(None, [KEEP.name], device_type, pairs)
+        except LongAttentionError as error:
+            many, few = (round(number * seq_len / num_tokens) for number in (error.queries, error.keys))
+            raise refused(self.model, many, few, "its own code makes them") from error
+        finally:
+            self.rows, self.shape = held
+
     def _run(self, head_chunk_tokens: int | None, policies: Sequence[str], device_type: str) -> WholePass:
         # transformers would take another way for fake tensors than for real ones: whole masks
         as_real = mock.patch.object(import_utils, "is_fake_tensor", return_value=False)
@@ -277,45 +299,56 @@ class Counter:
                         module._buffers[leaf] = mode.from_tensor(buffer)
             for module, activate in adapters_of_parameters(self.model):
                 module.__dict__[ATTRIBUTE] = activate
-            outer = [self._fake(n) for n, block in enumerate(self.blocks) if block.module is None]
-            with Meter(self.rows) as meter:
-
-                def trace(call: LayerCall) -> dict[str, Trace]:
-                    with meter.pausing():
-                        fakes = [self._fake(number) for number in self.group_of(call.module)]
-                    found = {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
-                    if call.module in self._apart:
-                        with experts_left_out(self._apart[call.module].experts):
-                            for name, each in found.items():
-                                each.beside = trace_layer(call, fakes, POLICIES[name], meter)
-                    return found
-
-                tracer = WholePassTracer(
-                    self.model,
-                    self.layers,
-                    outer,
-                    meter,
-                    head_chunk_tokens,
-                    trace,
-                    HeadPass(
-                        is_followed=not self.has_router_loss and self.loss != "rows",
-                        is_plain=self.loss == "plain",
-                        is_fused=device_type != "cpu",
-                    ),
-                )
-                rows, seq_len = self.shape
-                with self.rows_shared(meter.swapped), few_tiles(meter.repeated):
-                    own_len = -(-seq_len // self.sequence)
-                    found = tracer.run(
-                        rows,
-                        own_len,
-                        is_packed=self.is_packed,
-                        document_len=self.document_len,
-                        shares=self.sequence > 1,
-                    )
+            found = self._trace(head_chunk_tokens, policies, device_type)
+            if is_long(self.shape[1], self.shape[1]):
+                self._refuse_pairs(device_type)
             if self.compiles and self.sequence == 1 and not self._is_tiled:
                 self._count_compiled(found)
         return found
+
+    def _trace(
+        self,
+        head_chunk_tokens: int | None,
+        policies: Sequence[str],
+        device_type: str,
+        pairs: TokenPairs | None = None,
+    ) -> WholePass:
+        outer = [self._fake(n) for n, block in enumerate(self.blocks) if block.module is None]
+        with Meter(self.rows, pairs) as meter:
+
+            def trace(call: LayerCall) -> dict[str, Trace]:
+                with meter.pausing():
+                    fakes = [self._fake(number) for number in self.group_of(call.module)]
+                found = {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
+                if call.module in self._apart:
+                    with experts_left_out(self._apart[call.module].experts):
+                        for name, each in found.items():
+                            each.beside = trace_layer(call, fakes, POLICIES[name], meter)
+                return found
+
+            tracer = WholePassTracer(
+                self.model,
+                self.layers,
+                outer,
+                meter,
+                head_chunk_tokens,
+                trace,
+                HeadPass(
+                    is_followed=not self.has_router_loss and self.loss != "rows",
+                    is_plain=self.loss == "plain",
+                    is_fused=device_type != "cpu",
+                ),
+            )
+            rows, seq_len = self.shape
+            with self.rows_shared(meter.swapped), few_tiles(meter.repeated):
+                own_len = -(-seq_len // self.sequence)
+                return tracer.run(
+                    rows,
+                    own_len,
+                    is_packed=self.is_packed,
+                    document_len=self.document_len,
+                    shares=self.sequence > 1,
+                )
 
     def _count_compiled(self, found: WholePass) -> None:
         """Count what a compiled layer of each kind keeps; what cannot be told is said."""

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from megatrain.model.masks import check_pairs
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.fusion import Fusion, touched_bytes
+from megatrain.model.profile.pairs import TokenPairs
 from megatrain.model.profile.rows import Rows, is_more, most
 
 _SHADOW = "_megatrain_value"
@@ -43,10 +44,17 @@ class Meter(TorchDispatchMode):
     Numbers of bytes and FLOPs are one for each size of micro-batches that is wanted, if there are several.
     """
 
-    def __init__(self, rows: Rows | None = None) -> None:
-        """Count nothing yet; `rows` says what of the numbers grows with a micro-batch, None: nothing."""
+    def __init__(self, rows: Rows | None = None, pairs: TokenPairs | None = None) -> None:
+        """Count nothing yet.
+
+        Args:
+            rows: What of the numbers grows with a micro-batch; None: nothing does.
+            pairs: What refuses tensors of pairs of tokens; None: masks of attention and scores alone are
+                refused.
+        """
         super().__init__()
         self.rows = rows or Rows(1)
+        self._pairs = pairs
         self._live: dict[int, tuple[StorageWeakRef, int, Any]] = {}
         """The storages by address: each with its bytes as it runs, and those that are counted."""
         self.live_bytes: Any = 0
@@ -122,18 +130,23 @@ class Meter(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         given = _tensors(args, kwargs)
-        known = _known_value(func, args, kwargs, given)
-        if known is not None and func is _aten._local_scalar_dense.default:
-            return known
+        if func is _aten._local_scalar_dense.default:
+            known = _known_value(func, args, kwargs, given)
+            if known is not None:
+                return known
         output = _grouped_output(func, args)
         if output is None:
             output = func(*args, **kwargs)
-        if known is not None:
-            _remember(output, known)
+        if _is_short(output):  # of positions a model may make pairs, which are not computed to be dropped
+            known = _known_value(func, args, kwargs, given)
+            if known is not None:
+                _remember(output, known)
         if not self.is_paused:
             made = _tensors(output)
             if made and not (func.is_view or func in _FREE):
                 self._count(func, args, kwargs, given, made, output)
+                if self._pairs is not None:
+                    self._pairs.check(made)
             self._follow(given, made)
         return output
 
@@ -327,9 +340,12 @@ def _known_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tenso
     real_args, real_kwargs = tree_map_only(Tensor, known_value, (args, kwargs))
     with torch._C._DisableTorchDispatch():
         value = func(*real_args, **real_kwargs)
-    if isinstance(value, Tensor) and (value.is_floating_point() or value.numel() > _SHADOW_ELEMENTS):
-        return None
-    return value
+    return None if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _is_short(output: Any) -> bool:
+    """Whether an operation has made no tensor that is too large to compute it."""
+    return all(tensor.numel() <= _SHADOW_ELEMENTS for tensor in _tensors(output))
 
 
 def known_value(tensor: Tensor) -> Tensor | None:

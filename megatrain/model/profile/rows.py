@@ -26,12 +26,17 @@ class Rows:
         """
         self.counted = counted
         self._wanted = None if wanted is None else np.array(wanted, dtype=np.int64)
+        self._most = max(wanted or [0])
 
     def of(self, number: int) -> Any:
-        """Return a number of bytes, elements or FLOPs of these rows as one for each wanted size."""
+        """Return a number of bytes, elements or FLOPs of these rows as one for each wanted size.
+
+        They are rounded to floats where one is beyond 64 bits, as FLOPs of attention in long rows may be.
+        """
         if self._wanted is None or number % self.counted:
             return number
-        return number // self.counted * self._wanted
+        each = number // self.counted
+        return each * self._wanted if each * self._most < 1 << 63 else float(each) * self._wanted
 
     def each(self) -> list[Rows]:
         """Return each wanted size by itself, for what is not a sum of such numbers."""

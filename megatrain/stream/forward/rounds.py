@@ -21,6 +21,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.plan.program.visits import HEAD, Round, Visit, marked, pass_visits, step_visits
 from megatrain.store.precision import Precision
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.passed import Passed, StepVisits
 from megatrain.stream.ranks.same_step import SameStep
 
 _MOST_PASSES = 8
@@ -53,6 +54,7 @@ class Rounds:
         """What is expected of calls without gradients that pass together, by their number."""
         self._steps: dict[tuple[tuple[int, ...], int], list[Visit]] = {}
         """The visits of whole steps, by the micro-batches of their rounds and the passes before these."""
+        self._going: StepVisits | None = None
         self._passes_foreseen = 0
         self._passes_since_backward = 0
         self.in_step = False
@@ -151,6 +153,7 @@ class Rounds:
                 sums.by_round,
             )
         self._same.check(self._executor.spec, visits)
+        self._going = StepVisits(visits)
         self._executor.foresee(visits, of_all=True)
         self.num_together, self.in_step = sizes[0], True
 
@@ -257,6 +260,14 @@ class Rounds:
             heads = self._executor.spec.ends.heads
             return marked(order, loads=loads, completes=completes, heads=heads)
         return self._executor.spec.visits(replace(kind, loads=loads, completes=completes))
+
+    def passed(self) -> Passed | None:
+        """Return how far the newest whole step has come, on any thread; None: there was none."""
+        if self._going is None:
+            return None
+        layers = zip(self.plans, self._choice.policies, strict=True)
+        again = {block: 1.0 for plan, policy in layers if policy.reruns_whole for block in plan.blocks}
+        return self._going.passed(self._executor.lanes, self._executor.spec.outer, again)
 
     @property
     def forwards_again(self) -> list[int]:

@@ -242,6 +242,11 @@ class AcceleratorLanes(ThreadedLanes):
             _log.warning(_NO_LOCK, self._vendor.title, NUM_BUFFERS, BUFFER_BYTES >> 20)
         reset_peak_bytes(self.device)
 
+    def num_visits(self, since_s: float) -> int:
+        """Count the visits that the device has done; see the base."""
+        self._spans.resolve()
+        return super().num_visits(since_s)
+
     def take_record(self) -> Record:
         """Return what has ended since the last call; never blocks, and never waits for the device."""
         self._spans.resolve()

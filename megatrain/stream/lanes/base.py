@@ -202,6 +202,13 @@ class Lanes(ABC):
         """Return the operations and waits that have ended since the last call; never blocks."""
         return self._recorder.take()
 
+    def num_visits(self, since_s: float) -> int:
+        """Count the visits that compute has done since a moment of `time.perf_counter`; never blocks.
+
+        Any thread may call it. What `take_record` has taken is not counted.
+        """
+        return self._recorder.num_visits(since_s)
+
     def allocate(self, nbytes: int) -> Tensor:
         """Return (nbytes,) uint8 zeros on the device.
 

@@ -95,6 +95,14 @@ class Recorder:
         if seconds > SHORTEST_WAIT_S:
             self._waits.append((cause, start_s, seconds))
 
+    def num_visits(self, since_s: float) -> int:
+        """Count the visits that are noted, and ended after a moment of `time.perf_counter`."""
+        noted = self._spans.copy()  # in C, while others append
+        return sum(
+            lane is Lane.COMPUTE and end_s >= since_s and getattr(label, "is_visit", False)
+            for lane, label, _, end_s, _ in noted
+        )
+
     def take(self) -> Record:
         """Return everything noted since the last call, and forget it."""
         spans = [self._spans.popleft() for _ in range(len(self._spans))]

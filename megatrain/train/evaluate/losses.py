@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,13 +20,18 @@ from megatrain.data.cache import Rows
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import DataError
 from megatrain.model.head.head import count_targets
+from megatrain.model.head.positions import PositionSums, means_by_position
 from megatrain.objective.objective import Shown
 from megatrain.stream.engine import Engine
-from megatrain.stream.evaluate import losses
+from megatrain.stream.evaluate import batch_losses
 from megatrain.train.evaluate.tally import Tally, as_values
+from megatrain.train.records.names import LOSS_AT, TOKENS_AT
 
 if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +45,8 @@ class EvalSet:
     """The function that computes the loss of batches, where that is not the model's own."""
     rows: Rows | None = None
     """The rows of its batches."""
+    by_position: bool = False
+    """Whether the loss is wanted by ranges of positions too; only of the model's own loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +63,24 @@ class Evaluation:
     """The unit of `count`: `tokens` or `rows`."""
     shown: Mapping[str, float] = field(default_factory=dict)
     """The other means, by name."""
+    by_position: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """The mean loss and the number of tokens in each range of positions, by the range's name (`1k-2k`)."""
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Return the findings by name: `loss`, `perplexity` for tokens, and the count."""
-        found = {"loss": self.loss, **self.shown, self.unit: self.count}
-        return found | ({"perplexity": self.perplexity} if self.unit == "tokens" else {})
+        """Return the findings by name: `loss`, `perplexity` for tokens, the count, and both by positions."""
+        found = self._means | {self.unit: self.count}
+        for name, (loss, count) in self.by_position.items():
+            found |= {f"{LOSS_AT}{name}": loss, f"{TOKENS_AT}{name}": count}
+        return found
+
+    @property
+    def _means(self) -> dict[str, float]:
+        return {
+            "loss": self.loss,
+            **self.shown,
+            **({"perplexity": self.perplexity} if self.unit == "tokens" else {}),
+        }
 
     @property
     def perplexity(self) -> float:
@@ -72,10 +92,10 @@ class Evaluation:
 
     def describe(self) -> str:
         """Return the findings in a few words."""
-        others = [
-            f"{name} {value:.4g}" for name, value in self.numbers.items() if name not in ("loss", self.unit)
-        ]
-        return ", ".join([f"loss {self.loss:.4f}", *others, counted(self.count, self.unit.removesuffix("s"))])
+        others = [f"{name} {value:.4g}" for name, value in self._means.items() if name != "loss"]
+        found = [f"loss {self.loss:.4f}", *others, counted(self.count, self.unit.removesuffix("s"))]
+        at = [f"{name} {loss:.4f}" for name, (loss, _) in self.by_position.items()]
+        return ", ".join(found) + (f"; loss by position: {', '.join(at)}" if at else "")
 
 
 Measure = Callable[[Engine, Iterable[Mapping[str, Any]]], Iterator[Shown]]
@@ -105,6 +125,7 @@ def evaluate(
 def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ranks | Alone) -> Evaluation:
     began_s = time.perf_counter()
     numbers: list[int] = []
+    ranges: list[PositionSums | None] = []
     seen: list[Shown] = []  # read only at the end, so that nobody waits for the device before
     counts: list[int] = []
 
@@ -115,24 +136,41 @@ def _evaluate(engine: Engine, one: EvalSet, most_batches: int | None, ranks: Ran
                 yield batch
 
     if one.measure is None:
-        for loss, count in losses(engine, own()):
+        for loss, count, sums in batch_losses(engine, own(), by_position=one.by_position):
             seen.append({"loss": loss.double().view(1) * count})
             counts.append(count)
+            ranges.append(sums)
     else:
         for shown in one.measure(engine, own()):
             seen.append(shown)
             counts.append(len(shown["loss"]))
-    found = list(zip(numbers, map(as_values, seen), counts, strict=True))
+            ranges.append(None)
+    of_ranges = [None if each is None else each.as_values() for each in ranges]
+    found = list(zip(numbers, map(as_values, seen), counts, of_ranges, strict=True))
     found = sorted(map(tuple, chain.from_iterable(ranks.gather_values(found))), key=itemgetter(0))
-    count = sum(count for *_, count in found)
+    count = sum(count for _, _, count, _ in found)
     if count == 0:
         raise DataError(f"the eval set {one.name} has no token with a label; leave it out, or check its data")
     tally = Tally()
-    for _, values, _ in found:
+    for _, values, *_ in found:
         tally.add({name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()})
     mean = tally.take_sum("loss") / count
     seconds, unit = time.perf_counter() - began_s, "tokens" if one.measure is None else "rows"
-    return Evaluation(name=one.name, loss=mean, count=count, unit=unit, shown=tally.means(), seconds=seconds)
+    by_position = means_by_position([each for *_, each in found]) if one.by_position else {}
+    if one.by_position and not by_position:
+        _log.warning(
+            "the loss by position (eval.by_position) on %s is not known: this model computes its loss whole",
+            one.name,
+        )
+    return Evaluation(
+        name=one.name,
+        loss=mean,
+        count=count,
+        unit=unit,
+        shown=tally.means(),
+        by_position=by_position,
+        seconds=seconds,
+    )
 
 
 @contextmanager

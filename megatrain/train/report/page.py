@@ -21,7 +21,7 @@ from megatrain.train.records.metrics import format_bytes, format_duration
 from megatrain.train.report.card import plan_and_fact
 from megatrain.train.report.collect import RunFiles, columns, read_run
 from megatrain.train.report.ranks import ranks_of
-from megatrain.train.report.texts import event_text
+from megatrain.train.report.texts import event_text, losses_by_position
 from megatrain.train.report.trace_spans import trace_spans
 
 _log = logging.getLogger(__name__)
@@ -155,6 +155,8 @@ def facts_of(run: RunFiles, state: str) -> list[list[str]]:
     for name, rows in run.evaluations().items():
         best = min(rows, key=lambda row: row["loss"])
         facts.append([f"best {name}", f"{best['loss']:.4f} at step {best['step']:,}"])
+        if at := losses_by_position(rows[-1]):
+            facts.append([f"{name} by position", at])
     if run.rows:
         facts.append(["tokens", f"{run.rows[-1].get('tokens') or 0:,}"])
         facts.append(["tokens/s", f"{run.tokens_per_s:,.0f}"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatrain.distributed.processes import how_ended
 from megatrain.hub import may_be_on_hub
+from megatrain.train.records.names import LOSS_AT, TOKENS_AT
 
 
 def event_text(row: Mapping[str, Any]) -> str:
@@ -23,10 +24,20 @@ def event_text(row: Mapping[str, Any]) -> str:
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()
         if name not in ("event", "time", "step", "reason", "text", "prompt") and value is not None
+        if not name.startswith(TOKENS_AT)  # of ranges of positions, whose losses are told
     ]
     why = [str(row[name]) for name in ("reason", "text") if row.get(name)]
     more = "; ".join([*why, ", ".join(details)] if details else why)
     return f"{row.get('event')} at step {row.get('step')}" + (f": {more}" if more else "")
+
+
+def losses_by_position(row: Mapping[str, Any]) -> str:
+    """Return the losses of an evaluation by ranges of positions in words; it is empty if there are none."""
+    return ", ".join(
+        f"{name.removeprefix(LOSS_AT)} {value:.4f}"
+        for name, value in row.items()
+        if name.startswith(LOSS_AT) and isinstance(value, float)
+    )
 
 
 def _lost(codes: Mapping[str, Any], sentences: Any, left: Any) -> str:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
+from megatrain.stream.execute.passed import Passed
 from megatrain.train.records.metrics import StepMetrics, format_duration
+from megatrain.train.screen.within_step import LOOK_S, WithinStep
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -19,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 """The seconds between two lines, where there is no bar."""
+WITHIN_S = 60.0
+"""The seconds between two lines on one step that lasts, where there is no bar."""
 
 
 class _Lasting:
@@ -54,6 +58,7 @@ class Progress:
         num_steps: int,
         first_step: int = 0,
         mode: Literal["auto", "bar", "lines", "none"] = "auto",
+        passed: Callable[[], Passed | None] = lambda: None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,6 +68,7 @@ class Progress:
             num_steps: The number of steps of the whole run.
             first_step: The number of steps done before this process.
             mode: The form of display; `auto` takes a bar if `stream` is a terminal.
+            passed: The function that says how far the step is that is going on, as `Engine.passed`.
             stream: The stream on which the bar is drawn; None means standard error.
             clock: The clock in seconds, for tests.
         """
@@ -75,8 +81,12 @@ class Progress:
         self._first_s: float | None = None
         self._first_shown = 0
         self._bar: RichProgress | None = None
+        every_s = LOOK_S if self._mode == "bar" else WITHIN_S
+        self.within = WithinStep(passed, self._show_within, every_s=every_s, clock=clock)
+        """What looks at the step that is going on."""
 
     def __enter__(self) -> Progress:
+        self.within.__enter__()
         if self._mode == "bar":
             self._bar = _make_bar(self._stream)
             self._bar.add_task("", total=self._num_steps, completed=self._first_step, text="")
@@ -84,9 +94,17 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.within.__exit__()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _show_within(self, text: str) -> None:
+        """Show how far a step is: in place of the bar's numbers, or as a line."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], text=text, refresh=True)
+        elif self._mode != "none":
+            _log.info("%s", text)
 
     def update(self, row: StepMetrics, *, is_last: bool = False) -> None:
         """Show a step; the last one is always shown."""

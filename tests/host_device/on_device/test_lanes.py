@@ -249,3 +249,35 @@ def test_the_whole_state_of_resident_layers_crosses_in_locked_memory(
     assert masters[0].keys() == masters[1].keys()
     for name, master in masters[0].items():
         assert_same_bits(masters[1][name], master, name)
+
+
+def test_another_thread_sees_the_visits_that_the_device_has_done() -> None:
+    """Not those that are launched: the stream stands still at the second layer, and nobody waits for it."""
+    model = make_model(FAMILIES["llama_tied"]())
+    engine = attach_plainly(model, device=TYPE, activations="recompute", num_micro_batches=2, lockstep=2)
+    gate, is_held = threading.Event(), list[bool]()
+
+    def hold(*_: Any) -> None:
+        if not is_held:
+            launch(gate.wait)
+            is_held.append(True)
+
+    model.get_decoder().layers[1].mlp.register_forward_hook(hold)
+    step = threading.Thread(target=engine.forward_backward, args=(make_batches(2),))
+    step.start()
+    try:
+        deadline_s = time.monotonic() + 20
+        while (passed := engine.passed()) is None or passed.num_visits < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        time.sleep(0.1)
+        passed = engine.passed()
+        assert passed is not None
+        assert passed.num_visits == 2, "two micro-batches in the first layer"
+    finally:
+        gate.set()
+        step.join()
+    engine.settle()
+    done = engine.passed()
+    assert done is not None
+    assert (done.num_visits, done.share) == (done.num_foreseen, 1.0)

@@ -80,3 +80,11 @@ def test_what_is_a_multiple_of_the_rows_grows_with_them() -> None:
     peak = most(rows.of(73 * 10), 100, 30)
     assert [of_size({"peak": [peak]}, number) for number in (0, 1)] == [{"peak": [100]}, {"peak": [640]}]
     assert [each.one(73) for each in rows.each()] == [2, 64]
+
+
+def test_attention_of_many_long_rows_has_more_flops_than_an_integer_holds() -> None:
+    """A backward of 64 rows of a million tokens, 16,384 wide: ten products' worth of FLOPs for each pair."""
+    each = 10 * (1 << 20) ** 2 * 16_384
+    assert each * 64 > 1 << 63
+    assert Rows(67, [2, 64]).of(67 * each).tolist() == [2.0 * each, 64.0 * each]
+    assert Rows(67, [2]).one(67 * each) == 2 * each
