@@ -214,14 +214,29 @@ class Head:
         wants_loss = torch.is_grad_enabled() and (self.only_loss or self._is_explicit)
         if self.share is None and not wants_loss:
             return False
-        return bool(labels.numel() > self.chunk_tokens) and self._decoder() is not None
+        if labels.numel() <= self.chunk_tokens:
+            return False
+        if self._decoder() is None:
+            self._adds_up = False
+            name = type(self._model).__name__
+            _log.warning("%s computes its loss whole: it has no decoder that leaves it the loss", name)
+            return False
+        return True
 
     def _decoder(self) -> nn.Module | None:
+        """Return the model inside whose last hidden states the head takes; None: there is none."""
         model = self._owner
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
         if decoder is model.get_output_embeddings():  # transformers asks for a module of that name first
             decoder = model.base_model
-        return decoder if isinstance(decoder, nn.Module) and decoder is not self._model else None
+        if decoder is model:  # its files have another name for its decoder than its code (Llama 4)
+            inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+            decoder = inside[0] if len(inside) == 1 else None
+        if not isinstance(decoder, nn.Module) or decoder is self._model:
+            return None
+        # one with a head of its own makes logits and loss itself (Kosmos-2.5)
+        has_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
+        return None if has_head else decoder
 
     def _decode(self, inner: Callable[..., Any], named: dict[str, Any]) -> tuple[Any, bool]:
         """Run the decoder as the CausalLM calls it, and nothing after it.
