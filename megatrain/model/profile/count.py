@@ -200,6 +200,7 @@ def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anato
         loss_reaches_layers=counter.has_router_loss,
         head_dim=whole.head_dim,
         num_heads=whole.num_heads,
+        experts_whole=counter.experts_whole,
         warnings=counter.warnings + ((ALL_EXPERTS,) if counts_all_experts(model) else ()),
     )
 

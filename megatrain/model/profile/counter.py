@@ -149,7 +149,7 @@ class Counter:
         self.groups = group_layers(self.blocks)
         """The blocks of each layer."""
         whole = lay_out_blocks(self.model, find_blocks(self.model), splits=precision == "bf16")
-        self._apart = experts_apart(self.model, precision)
+        self._apart, self.experts_whole = experts_apart(self.model, precision)
         """The blocks of each layer whose experts may come apart, by its module: as small as they may be."""
         self.largest_runs = [largest_run(layout) for layout in whole[: len(self.groups)]]
         """The `largest_run` of each layer that streams as one block."""

@@ -24,6 +24,7 @@ from megatrain.store.placement import Tiers
 from megatrain.stream.attach.bind import bind, plan_layouts
 from megatrain.stream.attach.resolve import Conditions, resolve
 from megatrain.stream.choice_checks import (
+    as_apart,
     check_choice,
     check_runs,
     refuse_on_drives,
@@ -163,6 +164,7 @@ def attach(
     job = job.as_chosen(choice)
     blocks = find_blocks(model, **choice.split)
     check_choice(choice, blocks, compiles=compiles)
+    choice = as_apart(choice, blocks)
     check_runs(choice, job.runs.number)
     say_how(compile, lanes.device, compiles=compiles, budget=activation_budget)
     residents = residents_of(choice, blocks)

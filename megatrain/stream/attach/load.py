@@ -42,7 +42,7 @@ from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
 from megatrain.stream.attach.bind import plan_layouts, require_same_weights
 from megatrain.stream.attach.kept_base import keep_base
-from megatrain.stream.choice_checks import refuse_on_drives
+from megatrain.stream.choice_checks import refuse_on_drives, require_apart
 from megatrain.stream.forward.arrangement import only_on_device, places_of, residents_of
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks
@@ -110,8 +110,8 @@ def load(
     Raises:
         ModelError: The directory or the configuration cannot be used, with the reason.
         CapacityError: The state does not fit into host memory; nothing was allocated.
-        ConfigError: Neither or both of `path` and `config`, an unknown precision or keyword, or a base that
-            cannot be kept as it is stored.
+        ConfigError: Neither or both of `path` and `config`, an unknown precision or keyword, a base that
+            cannot be kept as it is stored, or `expert_chunks` of a model whose experts stay whole.
     """
     choice = read_choice(choice, fields)
     if (path is None) == (config is None):
@@ -159,6 +159,7 @@ def load(
         adapt(model, adaptation)
     now = {plain_names[id(p)]: name for name, p in model.named_parameters() if id(p) in plain_names}
     blocks = find_blocks(model, **choice.split)
+    require_apart(choice, blocks)
     layouts = plan_layouts(model, blocks, job.precision)
     number = job.runs.num_micro_batches
     # what is open may yet be decided so that it takes least

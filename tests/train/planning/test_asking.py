@@ -45,6 +45,12 @@ def model(tmp_path: Path) -> Path:
     return write_model_config(tmp_path / "model", max_position_embeddings=64, vocab_size=300)
 
 
+def test_chunks_of_experts_of_a_dense_model_are_refused(model: Path, said: Callable[..., str]) -> None:
+    """By the plan, as by the training."""
+    text = said("plan", f"model.path={model}", "model.init=random", "memory.expert_chunks=4", code=2)
+    assert "expert_chunks is 4, but no layer of the model has experts; use expert_chunks=1" in text
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     return write_corpus(tmp_path / "corpus.txt")
