@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from transformers.utils import ModelOutput
 
 from megatrain.errors import DataError
 from megatrain.model.head.chunks import Chunks, HeadWeights
+from megatrain.model.head.decoder import decoder_of, without_hooks
 from megatrain.model.head.form import Form, form_of, linear_of
 from megatrain.model.head.linear import LinearHead
 from megatrain.model.shares import IGNORED, RowSums, Share, adds_router_loss
@@ -224,19 +224,7 @@ class Head:
         return True
 
     def _decoder(self) -> nn.Module | None:
-        """Return the model inside whose last hidden states the head takes; None: there is none."""
-        model = self._owner
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        if decoder is model.get_output_embeddings():  # transformers asks for a module of that name first
-            decoder = model.base_model
-        if decoder is model:  # its files have another name for its decoder than its code (Llama 4)
-            inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-            decoder = inside[0] if len(inside) == 1 else None
-        if not isinstance(decoder, nn.Module) or decoder is self._model:
-            return None
-        # one with a head of its own makes logits and loss itself (Kosmos-2.5)
-        has_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
-        return None if has_head else decoder
+        return decoder_of(self._owner)
 
     def _decode(self, inner: Callable[..., Any], named: dict[str, Any]) -> tuple[Any, bool]:
         """Run the decoder as the CausalLM calls it, and nothing after it.
@@ -266,7 +254,7 @@ class Head:
         held = decoder.__dict__.get("forward")
         decoder.__dict__["forward"] = forward
         try:
-            with _without_hooks(decoder, inside=False):
+            with without_hooks(decoder, inside=False):
                 yield
         finally:
             if held is None:
@@ -389,7 +377,7 @@ class Head:
             loss_of = partial(self._part, _Call(inner, named, output), count)
             linear = self.linear
             half = hidden.shape[1] // 2
-            with mock.patch.object(self, "share", None), _without_hooks(self._owner):
+            with mock.patch.object(self, "share", None), without_hooks(self._owner):
                 with self._standing_in(lambda *_, **__: part):
                     whole = float(inner(**whole_named).loss)
                 halves = sum(
@@ -488,20 +476,6 @@ def _leads_to(tensors: Sequence[Tensor], loss_of: Callable[[], Tensor]) -> bool:
     if not loss.requires_grad:
         return False
     return any(grad is not None for grad in torch.autograd.grad(loss, tensors, allow_unused=True))
-
-
-@contextmanager
-def _without_hooks(module: nn.Module, *, inside: bool = True) -> Iterator[None]:
-    """Let calls of a module, and of all inside, run no hooks of forwards for as long as the context lasts."""
-    modules = [*module.modules()] if inside else [module]
-    held = [(one, one._forward_hooks, one._forward_pre_hooks) for one in modules]
-    for one in modules:
-        one._forward_hooks, one._forward_pre_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        for one, hooks, pre_hooks in held:
-            one._forward_hooks, one._forward_pre_hooks = hooks, pre_hooks
 
 
 def _scalar(value: int | Tensor, like: Tensor) -> Tensor:

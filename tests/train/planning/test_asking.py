@@ -45,6 +45,15 @@ def model(tmp_path: Path) -> Path:
     return write_model_config(tmp_path / "model", max_position_embeddings=64, vocab_size=300)
 
 
+def test_a_plan_for_this_computer_has_the_room_of_the_drives_that_are_named(
+    model: Path, tmp_path: Path, said: Callable[..., str]
+) -> None:
+    """Of a folder that is not there yet, the room of the parent; both are on one drive."""
+    tiers = f"memory.tiers={{ram: 1GiB, nvme: [{tmp_path / 'one' / 'deep'}, {tmp_path}]}}"
+    found = json.loads(said("plan", "--json", f"model.path={model}", "model.init=random", tiers))
+    assert found["limits"]["nvme"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+
+
 def test_chunks_of_experts_of_a_dense_model_are_refused(model: Path, said: Callable[..., str]) -> None:
     """By the plan, as by the training."""
     text = said("plan", f"model.path={model}", "model.init=random", "memory.expert_chunks=4", code=2)
