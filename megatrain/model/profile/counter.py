@@ -27,6 +27,7 @@ from megatrain.config.policies import COUNTED, KEEP, POLICIES, RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError, first_line, warn_once
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
+from megatrain.model.adapters.left_out import left_out
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import counted_as
@@ -196,11 +197,15 @@ class Counter:
             keep_as_planned(built, model["base"])
         if adaptation is not None:
             adapt(built, adaptation)
+        said = left_out(built) if adaptation is not None and adaptation.adapts_all else ""
+        if said:
+            warn_once(_log, said)
         counter = cls(built, micro_batch_size=micro_batch_size, seq_len=model["seq_len"], precision=precision)
         counter.model_type, counter.sequence = config.model_type, sequence
         counter.is_packed = model.get("is_packed", False)
         counter.document_len = model.get("document_len")
         counter.compiles, counter.loss = model.get("compiles", False), model.get("loss", "plain")
+        counter.warnings += (said,) if said else ()
         return counter
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
