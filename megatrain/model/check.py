@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.model.causal import refuse_encoder
+from megatrain.model.expert_numbers import require_possible
 from megatrain.model.weights.files import PlannedWeights, model_directory
 from megatrain.model.weights.skeleton import build_skeleton, read_config
 
@@ -31,6 +32,7 @@ def read_checked(path: str | Path, *, has_weights: bool) -> tuple[PretrainedConf
         ModelError: The model is not trained here, or its files cannot be used, with the reason.
     """
     config = read_config(path)
+    require_possible(config)
     refuse_encoder(config)
     model = build_skeleton(config, dtype=torch.float32)
     place = model_directory(path) if has_weights else None

@@ -21,6 +21,7 @@ import torch
 
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.layout.blocks import BlockLayout
+from megatrain.model.expert_numbers import experts_of
 from megatrain.model.experts.routes import COUNT_BYTES, routers_of
 from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost
@@ -30,7 +31,6 @@ from megatrain.model.profile.flops import (
     active_parameters,
     count_flops,
     counts_all_experts,
-    experts_of,
 )
 from megatrain.model.profile.fragments import fragment, kind_of_outer
 from megatrain.model.profile.rows import of_size

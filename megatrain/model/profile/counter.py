@@ -32,6 +32,7 @@ from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import counted_as
 from megatrain.model.documents.begins import is_ours, tells_windows
+from megatrain.model.expert_numbers import require_possible
 from megatrain.model.head.form import form_of
 from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
@@ -187,6 +188,7 @@ class Counter:
         if sequence > 1:
             refuse_config(config, sequence)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        require_possible(config)
         refuse_encoder(config)
         attention = counted_as(config, model.get("attn_implementation"), dtype)
         built = build_skeleton(config, dtype=dtype, attn_implementation=attention)

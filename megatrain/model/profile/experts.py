@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, find_blocks, group_layers, num_chunks
+from megatrain.model.expert_numbers import experts_of as numbers_of_experts
 from megatrain.model.experts.apart import Experts, experts_of
 from megatrain.model.experts.products import Routed, beside_of
 from megatrain.model.experts.whole import why_whole
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.profile.anatomy import Cost, ExpertsPart, Fragment, Layer
-from megatrain.model.profile.flops import experts_of as numbers_of_experts
 from megatrain.model.profile.fragments import fragment
 
 if TYPE_CHECKING:

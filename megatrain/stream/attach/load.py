@@ -28,6 +28,7 @@ from megatrain.model.adapters.files import is_adapter
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import implementation_of
+from megatrain.model.expert_numbers import require_possible
 from megatrain.model.vocabulary import grow, rows_of
 from megatrain.model.weights.encoding import Region, WeightEncoding
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
@@ -140,6 +141,7 @@ def load(
         path = model_directory(path)
     if config is None or (path is None and adaptation is not None and adaptation.lora is not None):
         raise ConfigError("adapters need a base with weights; give load the path of one")
+    require_possible(config)
     refuse_encoder(config)
     dtype = torch.float32 if job.precision is Precision.FP32 else torch.bfloat16
     attention = implementation_of(config, attn_implementation, dtype)

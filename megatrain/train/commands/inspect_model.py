@@ -19,7 +19,8 @@ from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.left_out import left_out
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
-from megatrain.model.profile.flops import active_parameters, experts_of
+from megatrain.model.expert_numbers import experts_of, require_possible
+from megatrain.model.profile.flops import active_parameters
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
 from megatrain.model.weights.parts import beside_text
 from megatrain.model.weights.quantised.formats import method_of
@@ -92,12 +93,7 @@ class ModelFacts:
         else:
             yield "files       no weights: model.init=random draws them"
         if self.quantisation is not None:
-            again = f", or as they are with --format {self.quantisation}"
-            number_of = counted(self.num_quantised, "weight")
-            yield (
-                f"quantised   {self.quantisation}, {number_of}: read in bf16, and exported in train.precision"
-                f"{again if self.quantisation in WRITTEN else ''}"
-            )
+            yield f"quantised   {self._quantised}"
         if self.untouched:
             some = ", ".join(self.untouched[:3]) + (", ..." if len(self.untouched) > 3 else "")
             yield f"untouched   {counted(len(self.untouched), 'tensor')}, exported as they are: {some}"
@@ -105,6 +101,14 @@ class ModelFacts:
             yield f"adapters    {self.left_out}"
         yield f"context     {'not named' if self.context is None else f'{self.context:,} tokens'}"
         yield f"template    {self.template}"
+
+    @property
+    def _quantised(self) -> str:
+        if self.file_bytes and not self.num_quantised:
+            return f"{self.quantisation}, as config.json says, and no weight of the files is"
+        weights = counted(self.num_quantised, "weight")
+        again = f", or as they are with --format {self.quantisation}" if self.quantisation in WRITTEN else ""
+        return f"{self.quantisation}, {weights}: read in bf16, and exported in train.precision{again}"
 
     def json(self) -> dict[str, Any]:
         """Return the facts as plain values."""
@@ -121,6 +125,7 @@ def inspect_model(path: str) -> ModelFacts:
         ModelError: The model is not trained here, or its files do not belong together, with the reason.
     """
     config = read_config(path)
+    require_possible(config)
     refuse_encoder(config)
     model, place = build_skeleton(config, dtype=torch.bfloat16), model_directory(path)
     weights = PlannedWeights(model, place) if has_weights(place) else None

@@ -23,6 +23,7 @@ from megatrain.train.planning import allocation
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.lately import Lately
 from megatrain.train.screen import status_line
+from tests.expert_families import APART
 from tests.train.project import write_corpus, write_model_config
 
 SHARED = Path(__file__).parents[4] / "shared/data"
@@ -52,6 +53,20 @@ def test_a_plan_for_this_computer_has_the_room_of_the_drives_that_are_named(
     tiers = f"memory.tiers={{ram: 1GiB, nvme: [{tmp_path / 'one' / 'deep'}, {tmp_path}]}}"
     found = json.loads(said("plan", "--json", f"model.path={model}", "model.init=random", tiers))
     assert found["limits"]["nvme"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+
+
+def test_a_plan_of_adapters_beside_experts_says_what_updates_and_what_has_none(
+    tmp_path: Path, said: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = APART["gpt_oss"]()
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path)
+    arguments = ["--hf-config", tmp_path / "config.json", "--machine", "rtx-4090", "--nvme", "0"]
+    text = " ".join(said("plan", *arguments, "lora.r=4", "data.seq_len=32").split())
+    assert re.search(r"all of them stream, but only the [\d.]+ ?[kM]? that are trained update", text), text
+    assert "puts no adapter on experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)" in caplog.text
+    text = " ".join(said("plan", *arguments, "data.seq_len=32").split())
+    assert "all of them stream and update" in text
 
 
 def test_chunks_of_experts_of_a_dense_model_are_refused(model: Path, said: Callable[..., str]) -> None:
