@@ -12,7 +12,6 @@ import torch
 
 from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.config.sizes import binary, counted
-from megatrain.data.context import context_length
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import MegatrainError
 from megatrain.model.adapters.adapt import adapt
@@ -21,6 +20,7 @@ from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.expert_numbers import experts_of, require_possible
 from megatrain.model.profile.flops import active_parameters
+from megatrain.model.sequence.range import row_range
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
 from megatrain.model.weights.parts import beside_text
 from megatrain.model.weights.quantised.formats import method_of
@@ -68,6 +68,11 @@ class ModelFacts:
     """What `lora.target_modules=all-linear` puts no adapter on, in a sentence; empty: nothing, or PEFT is not
     installed."""
     context: int | None
+    """The most tokens of a row; None: no limit is named."""
+    native_context: int | None
+    """As many of them as positions are not scaled for."""
+    rope_scaling: str
+    """The scaling of the others, in a few words; empty: there is none."""
     template: str
     """What the tokenizer has for conversations."""
 
@@ -99,7 +104,8 @@ class ModelFacts:
             yield f"untouched   {counted(len(self.untouched), 'tensor')}, exported as they are: {some}"
         if self.left_out:
             yield f"adapters    {self.left_out}"
-        yield f"context     {'not named' if self.context is None else f'{self.context:,} tokens'}"
+        context = "not named" if self.context is None else f"{self.context:,} tokens"
+        yield f"context     {context}{self._scaled()}"
         yield f"template    {self.template}"
 
     @property
@@ -109,6 +115,11 @@ class ModelFacts:
         weights = counted(self.num_quantised, "weight")
         again = f", or as they are with --format {self.quantisation}" if self.quantisation in WRITTEN else ""
         return f"{self.quantisation}, {weights}: read in bf16, and exported in train.precision{again}"
+
+    def _scaled(self) -> str:
+        if self.native_context is None or self.native_context == self.context:
+            return ""
+        return f"; beyond {self.native_context:,}, positions are scaled ({self.rope_scaling})"
 
     def json(self) -> dict[str, Any]:
         """Return the facts as plain values."""
@@ -126,6 +137,7 @@ def inspect_model(path: str) -> ModelFacts:
     """
     config = read_config(path)
     require_possible(config)
+    rows = row_range(config)
     refuse_encoder(config)
     model, place = build_skeleton(config, dtype=torch.bfloat16), model_directory(path)
     weights = PlannedWeights(model, place) if has_weights(place) else None
@@ -149,7 +161,9 @@ def inspect_model(path: str) -> ModelFacts:
         untouched=() if weights is None else tuple(source.key for source in weights.untouched),
         file_bytes=0 if weights is None else sum(file.stat().st_size for file in weights.files),
         left_out="",
-        context=context_length(config),
+        context=rows.longest,
+        native_context=rows.native,
+        rope_scaling=rows.scaling,
         template=_template(path),
     )
     return replace(facts, left_out=_left_out(model))
