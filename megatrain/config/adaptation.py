@@ -53,6 +53,11 @@ class Adaptation:
             raise ConfigError(f"base is {self.base!r}; use {one_of(BASES)}")
 
     @property
+    def adapts_all(self) -> bool:
+        """Whether adapters are on whatever can have one."""
+        return self.lora is not None and self.lora.target_modules == (ALL_LINEAR,)
+
+    @property
     def keeps_codes(self) -> bool:
         """Whether frozen weights are kept as a quantised checkpoint has them."""
         return self.base == AS_STORED

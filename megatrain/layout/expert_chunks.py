@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from megatrain.errors import ConfigError
 from megatrain.layout.host_buffers import PAGE_BYTES
 
 _ALIGNMENT = PAGE_BYTES // 2
@@ -31,6 +32,16 @@ def chunk_ranges(num_experts: int, least: int, number: int) -> list[range]:
     """
     size = least * math.ceil(num_experts / number / least)
     return [range(start, min(start + size, num_experts)) for start in range(0, num_experts, size)]
+
+
+def not_apart(number: int, why: str) -> ConfigError:
+    """Return the error of chunks of experts that there are not.
+
+    Args:
+        number: The chunks that are wanted.
+        why: The reason why no layer has any.
+    """
+    return ConfigError(f"expert_chunks is {number}, but {why}; use expert_chunks=1")
 
 
 def passing_order(num_chunks: int, num_blocks: int) -> list[int]:

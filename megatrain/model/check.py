@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.model.causal import refuse_encoder
+from megatrain.model.expert_numbers import require_possible
 from megatrain.model.sequence.scaling import require_scaled, scale_rope
 from megatrain.model.weights.files import PlannedWeights, model_directory
 from megatrain.model.weights.skeleton import build_skeleton, read_config
@@ -37,6 +38,7 @@ def read_checked(
         ConfigError: The model cannot be scaled so.
     """
     config = read_config(path)
+    require_possible(config)
     refuse_encoder(config)
     scale_rope(config, rope_scaling)
     model = build_skeleton(config, dtype=torch.float32)

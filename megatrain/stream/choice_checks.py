@@ -14,9 +14,10 @@ from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import OPTIMIZERS, find
 from megatrain.config.read_choice import checked
 from megatrain.errors import ConfigError, warn_once
+from megatrain.layout.expert_chunks import not_apart
 from megatrain.model.attention_results import runs_twice, why_none
 from megatrain.model.blocks import Block, ends_of, group_layers, num_chunks, num_together
-from megatrain.model.experts.apart import IMPLEMENTATION
+from megatrain.model.experts.whole import why_whole
 from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
@@ -79,11 +80,7 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
             "their experts come in chunks, which micro-batches pass together; use activations=recompute, or "
             "expert_chunks=1"
         )
-    if choice.expert_chunks > 1 and not any(num_chunks(blocks, layer) for layer in layers):
-        raise ConfigError(
-            f"expert_chunks is {choice.expert_chunks}, but no layer of the model has experts that come apart "
-            f"(its experts run as {IMPLEMENTATION}, in parts of whole pages); use expert_chunks=1"
-        )
+    require_apart(choice, blocks)
     elsewhere = [place for place in choice.gradients if place != "host"]
     if elsewhere and choice.updates == "immediate":
         raise ConfigError(
@@ -104,6 +101,24 @@ def check_choice(choice: Choice, blocks: Sequence[Block], *, compiles: bool = Fa
     problems = [policy.compile_problem for policy in choice.policies if policy.compile_problem]
     if compiles and problems:
         raise ConfigError(problems[0])
+
+
+def require_apart(choice: Choice, blocks: Sequence[Block]) -> None:
+    """Refuse chunks of experts for a model that has none that come apart.
+
+    Raises:
+        ConfigError: The choice wants some.
+    """
+    number, layers = choice.split["expert_chunks"], group_layers(blocks)
+    if number > 1 and not any(num_chunks(blocks, layer) for layer in layers):
+        modules = [blocks[layer[0]].module for layer in layers]
+        raise not_apart(number, why_whole([module for module in modules if module is not None]))
+
+
+def as_apart(choice: Choice, blocks: Sequence[Block]) -> Choice:
+    """Return a choice with the number of chunks in which experts come: those of the layer with most."""
+    number = max((num_chunks(blocks, layer) for layer in group_layers(blocks)), default=0)
+    return replace(choice, expert_chunks=number or 1)
 
 
 def check_runs(choice: Choice, num_runs: int) -> None:

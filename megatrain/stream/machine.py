@@ -39,6 +39,8 @@ _COPY_BYTES_PER_S = 8e9
 _UPDATES_PER_S = 1.2e9
 """Of a thread."""
 _DRIVE_BYTES_PER_S = 1e9
+_UNKNOWN_BYTES = 1 << 60
+"""More than any drive has: whoever opens the drives says whether they hold the state."""
 _VISIT_S = 1.5e-3
 """Of Python, beside a layer's own."""
 _LINK_BYTES = 64 << 20
@@ -56,6 +58,7 @@ def machine_of(
     *,
     device_limit: int | None = None,
     num_drives: int = 0,
+    drive_bytes: int = _UNKNOWN_BYTES,
     measure: Measure | None = None,
 ) -> HardwareSpec:
     """Return the machine that a device stands for, with the drives that a run may use.
@@ -65,6 +68,7 @@ def machine_of(
         precision: The precision, `fp32` or `bf16`, of the matrix products that are measured.
         device_limit: The number of bytes that a run may take of an emulated device.
         num_drives: The number of drives on which state is; 0: none.
+        drive_bytes: What the state may take there. Where it is there already, they have room for it.
         measure: The function that returns this machine's rates where they are known better than by
             `common_cpu` and `common_gpu`.
     """
@@ -82,7 +86,7 @@ def machine_of(
         spec = common_cpu(precision)
     else:
         spec = common_gpu(lanes.device if lanes is not None else compute_device(name), precision)
-    return replace(spec, drives=_drives(num_drives, spec))
+    return replace(spec, drives=_drives(num_drives, drive_bytes, spec))
 
 
 def common_cpu(precision: str, matmul_flops_per_s: float | None = None) -> HardwareSpec:
@@ -175,12 +179,11 @@ def _best_rate(device: torch.device, copy: Callable[[], object]) -> float:
     return _LINK_BYTES / min(taken)
 
 
-def _drives(count: int, spec: HardwareSpec) -> Drives | None:
+def _drives(count: int, nbytes: int, spec: HardwareSpec) -> Drives | None:
     """Return the drives that a run uses, at the rates that are known of this machine's."""
     if not count:
         return None
     known = spec.drives or Drives(
         nbytes=0, read_bytes_per_s=_DRIVE_BYTES_PER_S, write_bytes_per_s=_DRIVE_BYTES_PER_S
     )
-    # whether they hold it is for who opens them to say: a run that goes on has taken its room already
-    return replace(known, nbytes=1 << 60, num_drives=count)
+    return replace(known, nbytes=nbytes, num_drives=count)

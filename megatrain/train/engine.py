@@ -18,7 +18,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.train.attention import attention_of, why_masked
 from megatrain.train.evaluate.losses import undisturbed
-from megatrain.train.resume.state_commits import drives_apart, restore_buffers, tiers_of
+from megatrain.train.resume.state_commits import drives_apart, require_laid_out, restore_buffers, tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,9 +55,12 @@ def make_engine(
             0 means as many as a round of training has.
 
     Raises:
+        CheckpointError: The choice lays out another state than is committed.
         MegatrainError: `load` or `attach` raises it.
     """
     memory, is_random = config.memory, not isinstance(source, str)
+    if committed is not None:
+        require_laid_out(committed, choice, memory.drives[0])
     settings: dict[str, Any] = {
         "precision": config.train.precision,
         "batch": config.batch,

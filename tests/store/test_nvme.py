@@ -281,7 +281,7 @@ def test_what_does_not_belong_together_is_not_resumed(tmp_path: Path) -> None:
     write_step(store, 1)
     store.close()
     other = StripedStore(store.directories, [*EXTENTS, Extent("more", 4096)], chunk_bytes=store.chunk_bytes)
-    with pytest.raises(CheckpointError, match=r"of another model, train\.precision or"):
+    with pytest.raises(CheckpointError, match=r"of another model, train\.precision, memory"):
         other.resume()
     first, second = ((directory / "state.bin") for directory in store.directories)
     (tmp_path / "aside").write_bytes(first.read_bytes())

@@ -18,6 +18,7 @@ from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.config.policies import POLICY_NAMES
 from megatrain.layout.block_bytes import aligned
 from megatrain.model.adapters.adapt import adapt, adapter_tensors
+from megatrain.model.adapters.left_out import left_out
 from tests.families import FAMILIES
 from tests.products import every_value
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
@@ -28,8 +29,14 @@ HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def adapted(family: str, *, dtype: torch.dtype = torch.float32, **lora: Any) -> PreTrainedModel:
-    """Make a model with adapters whose second matrices are not zero, so that the first have gradients."""
+    """Make a model with adapters whose second matrices are not zero, so that the first have gradients.
+
+    Of `target_modules` it is given those that it has.
+    """
     model = make_model(FAMILIES[family](), dtype=dtype)
+    if "target_modules" in lora:
+        names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+        lora["target_modules"] = tuple(end for end in lora["target_modules"] if end in names)
     torch.manual_seed(1)
     adapt(model, Adaptation(lora=LoraChoice(**{"r": 4, "alpha": 8.0, **lora})))
     with torch.no_grad():
@@ -158,7 +165,8 @@ def test_loaded_adapters_begin_as_peft_s_and_take_what_is_planned(
     """The base takes its working weights alone: 2 bytes per parameter in bf16, and no other plane."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     make_model(FAMILIES[family]()).to(dtype).save_pretrained(tmp_path)
-    lora = LoraChoice(r=4, alpha=8.0, dora=family == "llama", target_modules=("q_proj", "c_attn"))
+    target = "c_attn" if family == "gpt2" else "q_proj"
+    lora = LoraChoice(r=4, alpha=8.0, dora=family == "llama", target_modules=(target,))
     model = megatrain.load(tmp_path, precision=precision, adaptation=Adaptation(lora=lora), seed=3)
     base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     own = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
@@ -234,7 +242,18 @@ def test_saved_adapters_come_back(tmp_path: Path) -> None:
         (Adaptation(freeze=("nothing*",)), "train.freeze has 'nothing.', which is the name of no parameter"),
         (Adaptation(freeze=("*",)), "leave no parameter to train"),
         (Adaptation(lora=LoraChoice(r=4, alpha=8.0, modules_to_save=("hed",))), "'hed', which is no module"),
-        (Adaptation(lora=LoraChoice(r=4, alpha=8.0, target_modules=("nose",))), "PEFT cannot add these"),
+        (
+            Adaptation(lora=LoraChoice(r=4, alpha=8.0, target_modules=("nose",))),
+            "target_modules has 'nose', which is the end of no module's name; the model has q_proj, k_proj",
+        ),
+        (
+            Adaptation(lora=LoraChoice(r=4, alpha=8.0, target_modules=("q_proj", "gate_prj"))),
+            "has 'gate_prj', which is the end of no module's name; the model has gate_proj",
+        ),
+        (
+            Adaptation(lora=LoraChoice(r=4, alpha=8.0, target_modules=("proj",))),
+            "has 'proj', which is the end of no module's name",
+        ),
         (
             Adaptation(
                 lora=LoraChoice(
@@ -248,6 +267,32 @@ def test_saved_adapters_come_back(tmp_path: Path) -> None:
 def test_names_that_do_not_fit_the_model_are_refused(adaptation: Adaptation, words: str) -> None:
     with pytest.raises(megatrain.MegatrainError, match=words):
         adapt(make_model(FAMILIES["llama"]()), adaptation)
+
+
+def test_names_by_which_peft_knows_experts_are_taken() -> None:
+    """Mixtral's files have w1, w2 and w3 of each expert, and its modules have none of them."""
+    model = make_model(FAMILIES["mixtral"]())
+    adapt(model, Adaptation(lora=LoraChoice(r=4, alpha=8.0, target_modules=("q_proj", "w1", "w2", "w3"))))
+    assert any("experts" in name and "lora_A" in name for name, _ in model.named_parameters())
+    model = make_model(FAMILIES["mixtral"]())
+    lora = LoraChoice(r=4, alpha=8.0, target_modules=("q_proj", "w1", "w2", "w3", "w4"))
+    with pytest.raises(megatrain.MegatrainError, match="has 'w4', which is the end of no module's name"):
+        adapt(model, Adaptation(lora=lora))
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("llama", ""),
+        ("mixtral", ""),
+        ("gpt_oss", "puts no adapter on experts (mlp.experts.gate_up_proj, mlp.experts.down_proj): PEFT has"),
+        ("deepseek_v3", "puts no adapter on linear layers (mlp.gate_proj, mlp.up_proj, mlp.down_proj, "),
+    ],
+)
+def test_what_all_linear_leaves_out_is_named(family: str, parts: str) -> None:
+    """PEFT has a table of families; in DeepSeek's, the names of the dense MLP mean experts."""
+    found = left_out(adapted(family))
+    assert found == "" if not parts else parts in found, found
 
 
 def test_adapters_after_attach_are_refused_with_the_way_that_is_exact() -> None:

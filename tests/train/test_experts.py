@@ -110,7 +110,7 @@ def test_a_line_of_the_screen_says_how_uneven_it_is() -> None:
         "1.gate": {"busiest": 0.625, "least": 0.0, "unused": 3},
     }
     text = describe_step(replace(ROW, experts=loads), eta_s=None)
-    assert "busiest expert 62.5%, 3 unused" in text
+    assert "busiest expert 62.5%, 3 unused in all layers" in text
     even = describe_step(replace(ROW, experts={"0.gate": loads["0.gate"]}), eta_s=None)
     assert "busiest expert 25.0%  " in even or even.endswith("busiest expert 25.0%")
     assert "expert" not in describe_step(ROW, eta_s=None)

@@ -39,9 +39,10 @@ def test_a_quantised_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFi
     assert not ended.value.code
     said = capsys.readouterr().out
     assert (
-        "quantised   mxfp4, 4 weights: read in bf16, and exported in bf16, or as they are with --format mxfp4"
-        in said
+        "quantised   mxfp4, 4 weights: read in bf16, and exported in train.precision, or as they are with "
+        "--format mxfp4" in said
     )
+    assert "adapters    lora.target_modules=all-linear puts no adapter on experts (mlp.experts.gate" in said
     with pytest.raises(SystemExit):
         main(["inspect", str(place), "--json"])
     assert json.loads(capsys.readouterr().out)["num_params"] == found.num_params

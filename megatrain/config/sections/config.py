@@ -168,9 +168,10 @@ class MemoryConfig(Section):
     fragments: bool | Literal["auto"] = "auto"
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
     expert_chunks: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Stream the experts of a layer in so many chunks of whole experts: no more than a few chunks are on the
-    device, and all micro-batches of a round pass one before the next comes. Of such layers the attention is
-    compiled. `1` = experts are a part of their layer like any other."""
+    """Stream the experts of a layer in at most so many chunks of whole experts: no more than a few chunks are
+    on the device, and all micro-batches of a round pass one before the next comes. Of such layers the
+    attention is compiled. `1` = experts are a part of their layer like any other, which `lora.base=as_stored`
+    asks for."""
     resident_blocks: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """First layers that stay on the device with all their state. `auto` = as planned; none on a CPU."""
     mirror_resident: bool | Literal["auto"] = "auto"

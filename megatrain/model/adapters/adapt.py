@@ -8,6 +8,7 @@ has PEFT's name all the same.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 import os
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from megatrain.config.adaptation import ALL_LINEAR, Adaptation, LoraChoice
 from megatrain.errors import ConfigError, ModelError, first_line
@@ -57,7 +59,7 @@ def adapt(model: PreTrainedModel, adaptation: Adaptation) -> None:
         ModelError: PEFT is not installed, or refuses.
     """
     if adaptation.lora is not None:
-        add_adapters(model, lora_config(model, adaptation.lora))
+        _add_chosen(model, adaptation.lora)
     names = tied_names(model)
     for key, patterns in (("train.freeze", adaptation.freeze), ("train.only", adaptation.only)):
         for pattern in patterns:
@@ -74,6 +76,36 @@ def adapt(model: PreTrainedModel, adaptation: Adaptation) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError("train.freeze and train.only leave no parameter to train; freeze fewer")
+
+
+def _add_chosen(model: PreTrainedModel, lora: LoraChoice) -> None:
+    """Put the adapters of a choice into a model.
+
+    Raises:
+        ConfigError: One of `target_modules` is the end of no module's name, nor of one that PEFT knows by
+            another name, such as matrices of experts.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    own = [] if lora.target_modules == (ALL_LINEAR,) else lora.target_modules
+    unknown = [end for end in own if not any(f".{path}".endswith(f".{end}") for path in paths)]
+    config = lora_config(model, lora)
+    try:
+        add_adapters(model, config)
+        unknown = [end for end in unknown if end in (config.target_modules or ())]
+    except ModelError:  # there is nothing that PEFT could adapt
+        if not unknown:
+            raise
+    if unknown:
+        leaves = {path.rpartition(".")[2]: None for path, each in model.named_modules() if _is_linear(each)}
+        close = difflib.get_close_matches(unknown[0], leaves, n=3) or list(leaves)[:5]
+        raise ConfigError(
+            f"lora.target_modules has {unknown[0]!r}, which is the end of no module's name; the model has "
+            f"{', '.join(close)}"
+        )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, Conv1D))
 
 
 def _matches(aliases: Sequence[str], patterns: Sequence[str]) -> bool:

@@ -72,7 +72,9 @@ class BehindExperts:
 def experts_of(layer: nn.Module, *, implementation: str = IMPLEMENTATION) -> Experts | None:
     """Find the experts of a decoder layer that may come apart; None: it has none."""
     found = [
-        found for found in _experts(layer) if found.module.config._experts_implementation == implementation
+        found
+        for found in fused_experts(layer)
+        if found.module.config._experts_implementation == implementation
     ]
     return found[0] if len(found) == 1 else None
 
@@ -93,7 +95,8 @@ def are_experts(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
 
 
-def _experts(layer: nn.Module) -> Iterator[Experts]:
+def fused_experts(layer: nn.Module) -> Iterator[Experts]:
+    """Yield what of a layer runs through transformers' interface for experts, in whatever way."""
     module: Any
     for name, module in layer.named_modules():
         if not are_experts(module):

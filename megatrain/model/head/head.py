@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from transformers.utils import ModelOutput
 
 from megatrain.errors import DataError
 from megatrain.model.head.chunks import Chunks, HeadWeights
+from megatrain.model.head.decoder import decoder_of, without_hooks
 from megatrain.model.head.form import Form, form_of, linear_of
 from megatrain.model.head.linear import LinearHead
 from megatrain.model.head.others import Others, leads_to
@@ -214,16 +214,18 @@ class Head:
         wants_loss = torch.is_grad_enabled() and (self.only_loss or self._is_explicit)
         if self.share is None and not wants_loss:
             return False
-        if self.share is not None and self.share.by_position is not None:
-            return self._decoder() is not None
-        return bool(labels.numel() > self.chunk_tokens) and self._decoder() is not None
+        is_by_position = self.share is not None and self.share.by_position is not None
+        if labels.numel() <= self.chunk_tokens and not is_by_position:
+            return False
+        if self._decoder() is None:
+            self._adds_up = False
+            name = type(self._model).__name__
+            _log.warning("%s computes its loss whole: it has no decoder that leaves it the loss", name)
+            return False
+        return True
 
     def _decoder(self) -> nn.Module | None:
-        model = self._owner
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        if decoder is model.get_output_embeddings():  # transformers asks for a module of that name first
-            decoder = model.base_model
-        return decoder if isinstance(decoder, nn.Module) and decoder is not self._model else None
+        return decoder_of(self._owner)
 
     def _decode(self, inner: Callable[..., Any], named: dict[str, Any]) -> tuple[Any, bool]:
         """Run the decoder as the CausalLM calls it, and nothing after it.
@@ -253,7 +255,7 @@ class Head:
         held = decoder.__dict__.get("forward")
         decoder.__dict__["forward"] = forward
         try:
-            with _without_hooks(decoder, inside=False):
+            with without_hooks(decoder, inside=False):
                 yield
         finally:
             if held is None:
@@ -381,7 +383,7 @@ class Head:
             loss_of = partial(self._part, _Call(inner, named, output), count)
             linear = self.linear
             half = hidden.shape[1] // 2
-            with mock.patch.object(self, "share", None), _without_hooks(self._owner):
+            with mock.patch.object(self, "share", None), without_hooks(self._owner):
                 with self._standing_in(lambda *_, **__: part):
                     whole = float(inner(**whole_named).loss)
                 halves = sum(
@@ -441,20 +443,6 @@ class _Call:
     """The arguments."""
     output: Any
     """What the decoder has returned."""
-
-
-@contextmanager
-def _without_hooks(module: nn.Module, *, inside: bool = True) -> Iterator[None]:
-    """Let calls of a module, and of all inside, run no hooks of forwards for as long as the context lasts."""
-    modules = [*module.modules()] if inside else [module]
-    held = [(one, one._forward_hooks, one._forward_pre_hooks) for one in modules]
-    for one in modules:
-        one._forward_hooks, one._forward_pre_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        for one, hooks, pre_hooks in held:
-            one._forward_hooks, one._forward_pre_hooks = hooks, pre_hooks
 
 
 def _scalar(value: int | Tensor, like: Tensor) -> Tensor:

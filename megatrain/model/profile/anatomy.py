@@ -295,6 +295,8 @@ class Anatomy:
     """The largest width of an attention head's queries; 0: no layer has softmax attention."""
     num_heads: int = 0
     """The largest number of heads of these queries; 0: as there."""
+    experts_whole: str = ""
+    """Why no experts come apart, as `why_whole` says; empty: some do."""
     warnings: tuple[str, ...] = ()
     """Sentences on what the count leaves out or takes for granted, which a reader must know."""
     budget: float | None = None

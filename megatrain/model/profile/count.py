@@ -21,6 +21,7 @@ import torch
 
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.layout.blocks import BlockLayout
+from megatrain.model.expert_numbers import experts_of
 from megatrain.model.experts.routes import COUNT_BYTES, routers_of
 from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost
@@ -30,7 +31,6 @@ from megatrain.model.profile.flops import (
     active_parameters,
     count_flops,
     counts_all_experts,
-    experts_of,
 )
 from megatrain.model.profile.fragments import fragment, kind_of_outer
 from megatrain.model.profile.rows import of_size
@@ -202,6 +202,7 @@ def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anato
         loss_reaches_layers=counter.has_router_loss,
         head_dim=whole.head_dim,
         num_heads=whole.num_heads,
+        experts_whole=counter.experts_whole,
         warnings=counter.warnings + ((ALL_EXPERTS,) if counts_all_experts(model) else ()),
     )
 

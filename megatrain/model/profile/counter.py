@@ -28,10 +28,12 @@ from megatrain.config.policies import COUNTED, KEEP, POLICIES, RECOMPUTE, Policy
 from megatrain.errors import ConfigError, ModelError, first_line, warn_once
 from megatrain.model.adapters.adapt import adapt
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
+from megatrain.model.adapters.left_out import left_out
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import counted_as
 from megatrain.model.documents.begins import is_ours, tells_windows
+from megatrain.model.expert_numbers import require_possible
 from megatrain.model.head.form import form_of
 from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
@@ -157,7 +159,7 @@ class Counter:
         self.groups = group_layers(self.blocks)
         """The blocks of each layer."""
         whole = lay_out_blocks(self.model, find_blocks(self.model), splits=precision == "bf16")
-        self._apart = experts_apart(self.model, precision)
+        self._apart, self.experts_whole = experts_apart(self.model, precision)
         """The blocks of each layer whose experts may come apart, by its module: as small as they may be."""
         self.largest_runs = [largest_run(layout) for layout in whole[: len(self.groups)]]
         """The `largest_run` of each layer that streams as one block."""
@@ -194,6 +196,7 @@ class Counter:
         if sequence > 1:
             refuse_config(config, sequence)
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        require_possible(config)
         refuse_encoder(config)
         attention = counted_as(config, model.get("attn_implementation"), dtype)
         built = build_skeleton(config, dtype=dtype, attn_implementation=attention)
@@ -204,11 +207,15 @@ class Counter:
             keep_as_planned(built, model["base"])
         if adaptation is not None:
             adapt(built, adaptation)
+        said = left_out(built) if adaptation is not None and adaptation.adapts_all else ""
+        if said:
+            warn_once(_log, said)
         counter = cls(built, micro_batch_size=micro_batch_size, seq_len=model["seq_len"], precision=precision)
         counter.model_type, counter.sequence = config.model_type, sequence
         counter.is_packed = model.get("is_packed", False)
         counter.document_len = model.get("document_len")
         counter.compiles, counter.loss = model.get("compiles", False), model.get("loss", "plain")
+        counter.warnings += (said,) if said else ()
         counter.tile(model.get("tile", 0))
         return counter
 

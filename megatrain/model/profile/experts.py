@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block, find_blocks, group_layers, num_chunks
+from megatrain.model.expert_numbers import experts_of as numbers_of_experts
 from megatrain.model.experts.apart import Experts, experts_of
 from megatrain.model.experts.products import Routed, beside_of
+from megatrain.model.experts.whole import why_whole
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.profile.anatomy import Cost, ExpertsPart, Fragment, Layer
-from megatrain.model.profile.flops import experts_of as numbers_of_experts
 from megatrain.model.profile.fragments import fragment
 
 if TYPE_CHECKING:
@@ -104,16 +105,18 @@ class ExpertsApart:
 
 def experts_apart(
     model: PreTrainedModel, precision: Literal["fp32", "bf16"]
-) -> dict[nn.Module, ExpertsApart]:
-    """Find the layers of a model whose experts may come apart.
+) -> tuple[dict[nn.Module, ExpertsApart], str]:
+    """Find the layers of a model whose experts may come apart, or why there are none.
 
     Args:
         model: The model, outside of any fake mode.
         precision: The precision in which weights are kept.
     """
-    numbers = numbers_of_experts(model.config)
-    if numbers is None or not any(experts_of(layer) is not None for layer in _layers(model)):
-        return {}
+    numbers, layers = numbers_of_experts(model.config), _layers(model)
+    if not any(experts_of(layer) is not None for layer in layers):
+        return {}, why_whole(layers)
+    if numbers is None:
+        return {}, "its configuration does not say how many experts a token has, which a plan needs"
     blocks = find_blocks(model, expert_chunks=sys.maxsize)
     layouts = lay_out_blocks(model, blocks, splits=precision == "bf16")
     found = {}
@@ -129,7 +132,7 @@ def experts_apart(
         found[module] = ExpertsApart(
             experts, experts.number, experts.least_chunk, numbers[1], _small_bytes(experts), parts
         )
-    return found
+    return found, "" if found else why_whole(layers)
 
 
 def _small_bytes(experts: Experts) -> int:

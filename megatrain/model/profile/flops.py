@@ -22,16 +22,14 @@ from megatrain.config.policies import Policy
 from megatrain.errors import warn_once
 from megatrain.model.attention_results import is_softmax_attention
 from megatrain.model.blocks import is_beside
-from megatrain.model.layer_configs import layer_config, layer_configs
+from megatrain.model.expert_numbers import experts_of
+from megatrain.model.layer_configs import layer_config
 from megatrain.model.weights.parts import beside_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _log = logging.getLogger(__name__)
-
-_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-_NUM_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts", "top_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +184,6 @@ def _active_share(config: PretrainedConfig) -> float | None:
     """Return the share of the experts that a token passes; None: the config does not say."""
     experts = experts_of(config)
     return None if experts is None else experts[1] / experts[0]
-
-
-def experts_of(config: PretrainedConfig) -> tuple[int, int] | None:
-    """Return the experts of a layer and of a token; None: there are none, or the config does not say."""
-    for layer in layer_configs(config.get_text_config()):
-        total, active = _first(layer, _NUM_EXPERTS), _first(layer, _NUM_ACTIVE)
-        if total and active:
-            return total, active
-    return None
 
 
 def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+from transformers.utils import ModelOutput
 
 from megatrain.config.policies import KEEP
 from megatrain.model.documents.begins import Packed, documents, documents_known, is_ours, told_of_equal
@@ -177,6 +178,21 @@ class HeadPass:
     """Chunks go through `LinearHead` where they can."""
 
 
+class _FewChunks(Head):
+    """A head that passes no more chunks than it takes to know the cost of one."""
+
+    def _chunked(
+        self, inner: Callable[..., Any], named: dict[str, Any], output: Any, targets: Tensor
+    ) -> ModelOutput:
+        """Pass the first tokens; a loss that is computed whole passes all of them."""
+        return super()._chunked(inner, named, output, targets.reshape(1, -1)[:, : self.most_tokens])
+
+    @property
+    def most_tokens(self) -> int:
+        """Return how many tokens pass at most."""
+        return CHUNKS * self.chunk_tokens
+
+
 class WholePassTracer:
     """Runs the model's own forward and backward once."""
 
@@ -232,17 +248,17 @@ class WholePassTracer:
     ) -> WholePass:
         """Pass a micro-batch of full rows, of one document each or packed; `shares`: of parts of rows."""
         meter, result = self._meter, self.result
-        head = Head(self._model, self._chunk_tokens, self._chunk_weights, is_fused=self._head_pass.is_fused)
+        head = _FewChunks(
+            self._model, self._chunk_tokens, self._chunk_weights, is_fused=self._head_pass.is_fused
+        )
         if head.linear is not None:
             head.linear = self._linear = _MeteredHead(head.linear, meter)
         head._adds_up = True
         num_tokens = micro_batch_size * seq_len
-        num_labels = min(num_tokens, CHUNKS * head.chunk_tokens)
+        num_labels = min(num_tokens, head.most_tokens)
         with meter.pausing():
             ids = torch.zeros((micro_batch_size, seq_len), dtype=torch.int64)
             batch = {"input_ids": ids, "labels": ids, "return_dict": True}
-            if num_labels < num_tokens:
-                batch["labels"] = batch["shift_labels"] = torch.zeros((1, num_labels), dtype=torch.int64)
             if is_packed or shares:
                 # no mask is made of them beside a cache, so `ModelForward` gives none
                 batch |= {"position_ids": torch.zeros_like(ids), "use_cache": False}
@@ -260,7 +276,7 @@ class WholePassTracer:
             chunked = head.in_chunks((), batch)
             output = inner(**batch) if chunked is None else head.call(partial(self._inner, inner), chunked)
             loss = share.scaled(output.loss)
-        result.head_has_kernel = chunked is not None and head.linear is not None
+        result.head_has_kernel = head.chunked_tokens > 0 and head.linear is not None
         result.head_forward_peak_bytes = meter.peak_bytes - self._head_base
         share_of_chunks = meter.rows.of(num_tokens) / num_labels
         whole, chunks, forwards, spared = self._take_head_cost()

@@ -20,14 +20,18 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError, os_errors
+from megatrain.errors import ModelError, os_errors, warn_once
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.convert import Conversion, Source, plan_conversions
 from megatrain.model.weights.encoding import Region, WeightEncoding
 from megatrain.model.weights.generation import read_generation_config
 from megatrain.model.weights.kept import codes_of
 from megatrain.model.weights.quantised.formats import quantisation_of
-from megatrain.model.weights.quantised.quantisation import Quantisation, refuse_parts_of_none
+from megatrain.model.weights.quantised.quantisation import (
+    Quantisation,
+    refuse_parts_of_none,
+    refuse_unnamed,
+)
 from megatrain.model.weights.reading import open_weights, read_json, read_weights
 from megatrain.model.weights.skeleton import persistent_buffers, tied_names
 from megatrain.model.weights.untouched import UNTOUCHED, Untouched, require_exportable
@@ -185,6 +189,8 @@ class PlannedWeights:
         self.files = checkpoint_files(path)
         quantisation = quantisation_of(self.path)
         sources = read_sources(self.path, self.files, quantisation)
+        if quantisation is None:
+            refuse_unnamed(self.path, sources)
         self.conversions, unexpected = plan_conversions(model, sources)
         _check_targets(model, self.conversions, self.path)
         self.untouched = _without_constants(model, unexpected)
@@ -192,6 +198,12 @@ class PlannedWeights:
         require_exportable(self.untouched)
         if quantisation is not None:
             refuse_parts_of_none(self.untouched)
+            if not self.num_quantised:
+                warn_once(
+                    logger,
+                    f"{self.path}: config.json says that weights are quantised, and no weight of the files "
+                    "is: they are read as they are",
+                )
         self._generation = read_generation_config(self.path)
         names = tied_names(model)
         self.first_names = {alias: name for name, aliases in names.items() for alias in aliases}

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from megatrain.errors import ModelError, first_line, os_error_behind, os_sentence
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
-from megatrain.model.weights.parts import freeze_beside_text, maker_of
+from megatrain.model.weights.parts import class_of, freeze_beside_text, maker_of
 from megatrain.model.weights.quantised.formats import quantisation_in
 from megatrain.model.weights.reading import read_json
 
@@ -103,7 +103,7 @@ def build_skeleton(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
             )
         except Exception as error:  # a constructor fails in its own way on values that do not fit together
-            way = "; use model.attn_implementation=sdpa" if "FlashAttention" in str(error) else ""
+            way = "; use model.attn_implementation=sdpa" if "FlashAttention" in str(error) else _other(config)
             raise ModelError(
                 f"the {config.model_type} model cannot be built: {first_line(error)}{way}"
             ) from error
@@ -113,6 +113,17 @@ def build_skeleton(
     with torch.random.fork_rng(devices=[]):
         initialise_buffers(model)
     return model.eval()
+
+
+def _other(config: PretrainedConfig) -> str:
+    """Return what to say of a configuration that was saved with another class than the one that it is of."""
+    named, kind = config.architectures or [], class_of(config)
+    if not named or kind is None or kind.__name__ in named:
+        return ""
+    return (
+        f"; its config.json names {', '.join(named)} and model_type {config.model_type}, which is "
+        f"{kind.__name__}: take the config.json that belongs to the weights"
+    )
 
 
 def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:

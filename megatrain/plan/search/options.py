@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatrain.config.choice import AUTO, Choice
+from megatrain.layout.expert_chunks import not_apart
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.placing import may_sum_on_drives, may_wait_elsewhere
 from megatrain.plan.search.request import Request
 
@@ -47,6 +50,21 @@ def parts_in(most: int, fragments: bool, expert_chunks: int) -> tuple[int, int]:
     if expert_chunks > 1:
         return 3, 2  # what is beside the experts, and the two matrices of a chunk; the sums of these
     return (most, most) if fragments else (1, 1)
+
+
+def as_apart(choice: Choice, anatomy: Anatomy) -> Choice:
+    """Return a choice with the number of chunks in which experts come, if it is decided: at most as many.
+
+    Raises:
+        ConfigError: The choice wants chunks of experts that stay whole.
+    """
+    wanted = choice.given.get("expert_chunks", 1)
+    if wanted == 1:
+        return choice
+    number = max(layer.num_chunks for layer in anatomy.as_split(choice).layers)
+    if not number:
+        raise not_apart(wanted, anatomy.experts_whole)
+    return replace(choice, expert_chunks=number)
 
 
 _CHUNK_BYTES = (1 << 30, 1 << 29)

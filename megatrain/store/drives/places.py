@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatrain.errors import CapacityError, ConfigError, OutputError
 from megatrain.hardware import GIB
+from megatrain.hardware.this_machine import free_bytes
 from megatrain.store.drives import system as calls
 
 STATE_NAME = "state.bin"
@@ -72,6 +73,27 @@ def check_places(directories: Sequence[Path], needs: Sequence[int]) -> None:
                 f"({need / GIB:.2f} GiB) there (two copies, so that a crash leaves one whole); free some "
                 "space, or name one more drive in memory.tiers.nvme"
             )
+
+
+def room_of(directories: Sequence[Path]) -> int:
+    """Return the bytes that state may take in directories over which it is striped evenly.
+
+    What an earlier run's state holds there counts as free, and directories on one drive share its room. The
+    drive with least room for each of its directories decides.
+
+    Args:
+        directories: The directories, at least one; of one that does not exist, the nearest parent counts.
+
+    Raises:
+        ConfigError: The free space of one is not known.
+    """
+    drives: dict[int, list[int]] = {}
+    places = list(dict.fromkeys(each.resolve() for each in directories))
+    for directory in places:
+        where = next(level for level in (directory, *directory.parents) if level.is_dir())
+        drive = drives.setdefault(os.stat(where).st_dev, [free_bytes(where)])
+        drive.append(_taken(directory / STATE_NAME))
+    return len(places) * min(sum(drive) // (len(drive) - 1) for drive in drives.values())
 
 
 def make_place(directory: Path) -> None:

@@ -150,9 +150,10 @@ class StripedStore:
             raise CheckpointError(f"{where} has no {RECORD_NAME}: no step was committed there")
         if found.fingerprint != self.fingerprint:
             raise CheckpointError(
-                f"the state in {where} is of another model, train.precision or memory.fragments, of another "
-                f"number of drives than {len(found.drives)}, or of other nodes; use the settings with which "
-                f"it was written, or remove {RECORD_NAME} there to go on from the newest checkpoint"
+                f"the state in {where} is of another model, train.precision, memory.fragments or "
+                f"memory.expert_chunks, of another number of drives than {len(found.drives)}, or of other "
+                f"nodes; use the settings with which it was written, or remove {RECORD_NAME} there to go on "
+                "from the newest checkpoint"
             )
         with self._opening():
             self._names = found.drives

@@ -25,6 +25,7 @@ from megatrain.store.placement import Tiers
 from megatrain.stream.attach.bind import bind, plan_layouts
 from megatrain.stream.attach.resolve import Conditions, resolve
 from megatrain.stream.choice_checks import (
+    as_apart,
     check_choice,
     check_runs,
     refuse_on_drives,
@@ -168,6 +169,7 @@ def attach(
     job = job.as_chosen(choice)
     blocks = find_blocks(model, **choice.split)
     check_choice(choice, blocks, compiles=compiles)
+    choice = as_apart(choice, blocks)
     check_runs(choice, job.runs.number)
     say_what_runs_twice(model, choice, lanes.device, job.precision)
     say_how(compile, lanes.device, compiles=compiles, budget=activation_budget)

@@ -29,6 +29,7 @@ from megatrain.model.adapters.files import is_adapter
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import implementation_of
+from megatrain.model.expert_numbers import require_possible
 from megatrain.model.sequence.range import OF_LOAD, check_row, row_range
 from megatrain.model.sequence.scaling import require_scaled, scale_rope
 from megatrain.model.vocabulary import grow, rows_of
@@ -45,7 +46,7 @@ from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
 from megatrain.stream.attach.bind import plan_layouts, require_same_weights
 from megatrain.stream.attach.kept_base import keep_base
-from megatrain.stream.choice_checks import refuse_on_drives
+from megatrain.stream.choice_checks import refuse_on_drives, require_apart
 from megatrain.stream.forward.arrangement import only_on_device, places_of, residents_of
 from megatrain.stream.job.job import Job
 from megatrain.stream.job.ranks import Ranks
@@ -118,8 +119,8 @@ def load(
         ModelError: The directory or the configuration cannot be used, with the reason.
         CapacityError: The state does not fit into host memory; nothing was allocated.
         ConfigError: Neither or both of `path` and `config`, an unknown precision or keyword, a base that
-            cannot be kept as it is stored, a scaling that the model cannot have, or rows of `batch` that are
-            longer than it takes.
+            cannot be kept as it is stored, `expert_chunks` of a model whose experts stay whole, a scaling
+            that the model cannot have, or rows of `batch` that are longer than it takes.
     """
     choice = read_choice(choice, fields)
     if (path is None) == (config is None):
@@ -148,6 +149,7 @@ def load(
         path = model_directory(path)
     if config is None or (path is None and adaptation is not None and adaptation.lora is not None):
         raise ConfigError("adapters need a base with weights; give load the path of one")
+    require_possible(config)
     refuse_encoder(config)
     if rope_scaling is not None:
         config = copy.deepcopy(config)
@@ -176,6 +178,7 @@ def load(
         adapt(model, adaptation)
     now = {plain_names[id(p)]: name for name, p in model.named_parameters() if id(p) in plain_names}
     blocks = find_blocks(model, **choice.split)
+    require_apart(choice, blocks)
     layouts = plan_layouts(model, blocks, job.precision)
     number = job.runs.num_micro_batches
     # what is open may yet be decided so that it takes least

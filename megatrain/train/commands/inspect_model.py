@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.config.adaptation import Adaptation, LoraChoice
 from megatrain.config.sizes import binary, counted
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import MegatrainError
+from megatrain.model.adapters.adapt import adapt
+from megatrain.model.adapters.left_out import left_out
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
-from megatrain.model.profile.flops import active_parameters, experts_of
+from megatrain.model.expert_numbers import experts_of, require_possible
+from megatrain.model.profile.flops import active_parameters
 from megatrain.model.sequence.range import row_range
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
 from megatrain.model.weights.parts import beside_text
@@ -59,6 +64,9 @@ class ModelFacts:
     """Tensors of the files that the model has no place for, which are exported as they are."""
     file_bytes: int
     """The size of the files of weights; 0: there are none."""
+    left_out: str
+    """What `lora.target_modules=all-linear` puts no adapter on, in a sentence; empty: nothing, or PEFT is not
+    installed."""
     context: int | None
     """The most tokens of a row; None: no limit is named."""
     native_context: int | None
@@ -90,18 +98,23 @@ class ModelFacts:
         else:
             yield "files       no weights: model.init=random draws them"
         if self.quantisation is not None:
-            again = f", or as they are with --format {self.quantisation}"
-            number_of = counted(self.num_quantised, "weight")
-            yield (
-                f"quantised   {self.quantisation}, {number_of}: read in bf16, and exported in bf16"
-                f"{again if self.quantisation in WRITTEN else ''}"
-            )
+            yield f"quantised   {self._quantised}"
         if self.untouched:
             some = ", ".join(self.untouched[:3]) + (", ..." if len(self.untouched) > 3 else "")
             yield f"untouched   {counted(len(self.untouched), 'tensor')}, exported as they are: {some}"
+        if self.left_out:
+            yield f"adapters    {self.left_out}"
         context = "not named" if self.context is None else f"{self.context:,} tokens"
         yield f"context     {context}{self._scaled()}"
         yield f"template    {self.template}"
+
+    @property
+    def _quantised(self) -> str:
+        if self.file_bytes and not self.num_quantised:
+            return f"{self.quantisation}, as config.json says, and no weight of the files is"
+        weights = counted(self.num_quantised, "weight")
+        again = f", or as they are with --format {self.quantisation}" if self.quantisation in WRITTEN else ""
+        return f"{self.quantisation}, {weights}: read in bf16, and exported in train.precision{again}"
 
     def _scaled(self) -> str:
         if self.native_context is None or self.native_context == self.context:
@@ -123,6 +136,7 @@ def inspect_model(path: str) -> ModelFacts:
         ModelError: The model is not trained here, or its files do not belong together, with the reason.
     """
     config = read_config(path)
+    require_possible(config)
     rows = row_range(config)
     refuse_encoder(config)
     model, place = build_skeleton(config, dtype=torch.bfloat16), model_directory(path)
@@ -130,7 +144,7 @@ def inspect_model(path: str) -> ModelFacts:
     blocks = find_blocks(model)
     layers = [group for group in group_layers(blocks) if not blocks[group[0]].is_beside]
     sizes = [sum(value.numel() for n in group for value in blocks[n].parameters.values()) for group in layers]
-    return ModelFacts(
+    facts = ModelFacts(
         model_type=config.model_type,
         model_class=type(model).__name__,
         num_params=sum(value.numel() for value in model.parameters()),
@@ -146,11 +160,21 @@ def inspect_model(path: str) -> ModelFacts:
         num_quantised=0 if weights is None else weights.num_quantised,
         untouched=() if weights is None else tuple(source.key for source in weights.untouched),
         file_bytes=0 if weights is None else sum(file.stat().st_size for file in weights.files),
+        left_out="",
         context=rows.longest,
         native_context=rows.native,
         rope_scaling=rows.scaling,
         template=_template(path),
     )
+    return replace(facts, left_out=_left_out(model))
+
+
+def _left_out(model: PreTrainedModel) -> str:
+    """Put adapters into a model, and return what they leave out."""
+    if find_spec("peft") is None:
+        return ""
+    adapt(model, Adaptation(lora=LoraChoice(r=1, alpha=1.0)))
+    return left_out(model)
 
 
 def _frozen(model: PreTrainedModel, *, of_text: bool) -> dict[str, int]:

@@ -26,6 +26,7 @@ from megatrain.errors import ConfigError
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.sequence.range import check_row
+from megatrain.plan.search.options import as_apart
 from megatrain.plan.search.request import Request
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.planning.counting import PlannedModel, device_type
@@ -259,7 +260,7 @@ def make_request(
         can_compile: Whether layers may be compiled there; None means that they may if it has an accelerator.
 
     Raises:
-        ConfigError: There are more resident layers than the model has.
+        ConfigError: There are more resident layers than the model has, or chunks of experts that stay whole.
     """
     if config.lora.base == AS_STORED:
         _require_one_rank(spec)
@@ -283,7 +284,7 @@ def make_request(
         deterministic=config.train.deterministic,
         device_limit=config.memory.device_budget,
         host_limit=config.memory.host_budget,
-        choice=config.choice.for_layers(len(anatomy.layers)),
+        choice=as_apart(config.choice.for_layers(len(anatomy.layers)), anatomy),
     )
 
 

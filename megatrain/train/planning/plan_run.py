@@ -166,9 +166,12 @@ def _notes(request: Request) -> list[str]:
     anatomy, spec = request.anatomy, request.spec
     notes = []
     if anatomy.num_active_params < 0.98 * anatomy.num_params:
+        is_part = anatomy.num_trained < 0.98 * anatomy.num_params
+        trained = format_count(anatomy.num_trained) if is_part else ""
         notes.append(
             f"a token passes {format_count(anatomy.num_active_params)} of {format_count(anatomy.num_params)} "
-            "parameters; the model's experts are counted as evenly used, and all of them stream and update"
+            "parameters; the model's experts are counted as evenly used, and all of them stream"
+            + (f", but only the {trained} that are trained update" if trained else " and update")
         )
         if spec.has_accelerator:
             notes.append("published runs of models with experts were slower than their plans")

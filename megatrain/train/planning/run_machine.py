@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from megatrain.model.profile.timing import time_layers
 from megatrain.optim.threads import update_threads, worker_threads
 from megatrain.plan.cost.measured import Measured
 from megatrain.plan.cost.rates import Rates
+from megatrain.store.drives.places import room_of
 from megatrain.stream.lanes.devices import check_device, compute_device
 from megatrain.stream.machine import Measure, common_cpu, machine_of, matmul_peak_of_cpu
 from megatrain.train.caller import Caller
@@ -85,10 +87,16 @@ def machine_for(config: Config, measure: Measure | None = None, lately: Lately |
         config.train.device,
         precision,
         device_limit=config.memory.device_budget,
-        num_drives=len(config.memory.drives),
+        **_drives_of(config),
         measure=measure,
     )
     return spec if lately is None or not is_cpu else spec.with_ram(lately.free_bytes(spec.host_bytes))
+
+
+def _drives_of(config: Config) -> dict[str, int]:
+    """Return the number of drives that a run may use and their room, as arguments of `machine_of`."""
+    places = [Path(place) for place in config.memory.drives]
+    return {"num_drives": len(places), "drive_bytes": room_of(places)} if places else {}
 
 
 def with_layers_timed(

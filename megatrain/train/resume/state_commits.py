@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import shutil
 import tempfile
@@ -173,6 +174,28 @@ def laid_out_as(committed: Mapping[str, Any] | None, config: Config) -> Config:
     if config.memory.expert_chunks == "auto":
         changes["expert_chunks"] = committed.get("expert_chunks", 1)
     return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
+
+
+def require_laid_out(committed: Mapping[str, Any], choice: Choice, where: str) -> None:
+    """Refuse a choice by which the state would be laid out otherwise than it is on the drives.
+
+    Args:
+        committed: The record of the commit from which the run resumes.
+        choice: The choice, in which nothing is open.
+        where: The first directory of the drives.
+
+    Raises:
+        CheckpointError: A setting has changed; the sentence names it.
+    """
+    for name, before in (("fragments", False), ("expert_chunks", 1)):
+        written, wanted = committed.get(name, before), getattr(choice, name)
+        if wanted != written:
+            written, wanted = (json.dumps(value) for value in (written, wanted))
+            raise CheckpointError(
+                f"memory.{name} is {wanted}, and the state in {where} was written with {written}; use "
+                f"memory.{name}={written} or auto, or remove {RECORD_NAME} there to go on from the newest "
+                f"checkpoint"
+            )
 
 
 def encode_buffers(model: nn.Module) -> dict[str, Any]:

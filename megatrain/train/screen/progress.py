@@ -168,4 +168,4 @@ def _experts(loads: Mapping[str, Mapping[str, float]]) -> str:
     """Return the share of the busiest expert of all routers, and how many experts got no token."""
     busiest = max(load["busiest"] for load in loads.values())
     unused = round(sum(load["unused"] for load in loads.values()))
-    return f"busiest expert {busiest:.1%}" + (f", {unused} unused" if unused else "")
+    return f"busiest expert {busiest:.1%}" + (f", {unused} unused in all layers" if unused else "")

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MixtralConfig, PretrainedConfig
 
 import megatrain
 from megatrain.config.choice import Choice
 from megatrain.errors import ConfigError
 from megatrain.model.blocks import find_blocks
 from megatrain.model.experts.apart import behind_experts, experts_of, part_to_compile
+from megatrain.stream.attach import load
 from tests.expert_families import APART, BEHIND
 from tests.families import FAMILIES
-from tests.reference import make_model
+from tests.kinds import tiny_config
+from tests.reference import attach_plainly, make_model
 from tests.stream.runs import start
 
 
@@ -49,7 +52,9 @@ def test_attention_is_what_compiles_of_such_a_layer() -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "sentence"),
     [
-        ("llama", {}, "expert_chunks is 4, but no layer of the model has experts that come apart"),
+        ("llama", {}, "expert_chunks is 4, but no layer of the model has experts; use expert_chunks=1"),
+        ("mixtral of small experts", {}, "a chunk of whole pages of memory has 8 of them, and a layer 8"),
+        ("dbrx", {}, "DbrxBlock runs its experts by code of its own, not through transformers' interface"),
         (
             "qwen3_moe",
             {"num_slots": 2},
@@ -65,7 +70,34 @@ def test_attention_is_what_compiles_of_such_a_layer() -> None:
 )
 def test_what_cannot_be_is_one_sentence(family: str, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        start(config={**FAMILIES, **APART}[family](), expert_chunks=4, **settings)
+        start(config=config_of(family), expert_chunks=4, **settings)
+
+
+def config_of(family: str) -> PretrainedConfig:
+    if family == "mixtral of small experts":
+        return MixtralConfig(**{**APART["mixtral"]().to_dict(), "hidden_size": 16, "intermediate_size": 16})
+    return {**FAMILIES, **APART}[family]() if family in {**FAMILIES, **APART} else tiny_config(family)
+
+
+def test_experts_of_another_implementation_are_named() -> None:
+    model = make_model(APART["mixtral"]())
+    model.set_experts_implementation("eager")
+    with pytest.raises(ConfigError, match="the experts of MixtralDecoderLayer run as eager, and those that"):
+        megatrain.attach(model, expert_chunks=4, device="cpu")
+
+
+def test_weights_are_not_read_for_chunks_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading gigabytes first would cost an hour."""
+    monkeypatch.setattr(load, "require_host_memory", lambda *_, **__: pytest.fail("memory is taken"))
+    with pytest.raises(ConfigError, match="no layer of the model has experts"):
+        megatrain.load(config=FAMILIES["llama"](), expert_chunks=4)
+
+
+def test_the_choice_of_an_engine_says_how_many_chunks_there_are() -> None:
+    """Of 8 experts: 6 chunks of nearly equal size are 4 of two, and 100 are 8."""
+    for wanted, found in ((6, 4), (100, 8)):
+        model = make_model(APART["qwen3_moe"]())
+        assert attach_plainly(model, expert_chunks=wanted).choice.expert_chunks == found
 
 
 def test_a_hook_on_the_gradient_of_experts_is_refused() -> None:

@@ -406,3 +406,20 @@ def test_a_class_that_does_not_run_on_text_alone_is_refused_with_its_words() -> 
         count_anatomy(config, micro_batch_size=1, seq_len=16, precision="fp32")
     assert "pixel_values" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "kosmos-2.5", "nemotron_h_omni"])
+def test_more_tokens_than_pass_the_head_for_the_count_are_counted(name: str) -> None:
+    """Llama 4's decoder goes by another name, and those of the others make the loss themselves."""
+    shape: dict[str, Any] = {"micro_batch_size": 2, "seq_len": 32, "precision": "fp32", "device_type": "cpu"}
+    chunks, whole = (
+        count_anatomy(tiny_config(name), **shape, head_chunk_tokens=tokens) for tokens in (8, 64)
+    )
+    made = chunks.head_forward.matmul_flops + chunks.head_backward.matmul_flops
+    assert made == whole.head_forward.matmul_flops + whole.head_backward.matmul_flops
+    if name == "llama4_text":
+        assert chunks.head_backward_peak_bytes < whole.head_backward_peak_bytes / 2
+    else:
+        assert [getattr(chunks, each.name) for each in fields(chunks)] == [
+            getattr(whole, each.name) for each in fields(whole)
+        ]

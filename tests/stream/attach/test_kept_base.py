@@ -101,9 +101,9 @@ REAL: dict[str, tuple[Any, Any, dict[str, Any], float]] = {
 def test_a_base_takes_the_bytes_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     make, quantise, settings, most = REAL[name]
     place = write_quantised(tmp_path, make(), quantise, settings)
-    model = loaded(
-        place, AS_STORED, precision="bf16", lora=replace(LORA, target_modules=("q_proj", "o_proj"))
-    )
+    queries = "q_b_proj" if name == "DeepSeek-V3" else "q_proj"
+    lora = replace(LORA, target_modules=(queries, "o_proj"))
+    model = loaded(place, AS_STORED, precision="bf16", lora=lora)
     engine = attach_plainly(model, precision="bf16")
     adapters = sum(entry.nbytes for layout in engine.host.layouts for entry in layout.trained)
     base = sum(p.numel() for p in engine.model.parameters() if not p.requires_grad)

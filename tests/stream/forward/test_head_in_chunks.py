@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from benchmarks.training.random_search.families import config_of
 from tests.chunked import CHUNK, heads_in_chunks
 from tests.families import FAMILIES
+from tests.kinds import tiny_config
 from tests.products import every_pair
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.runs import HYPER, assert_same_gradients, assert_same_steps, start
@@ -143,6 +144,34 @@ def test_a_head_that_is_called_decoder_is_not_taken_for_the_model_s() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     for name, gradient in engine.named_gradients():
         torch.testing.assert_close(gradient, reference.sums[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_decoder_that_goes_by_another_name_is_found() -> None:
+    """Of Llama 4, `get_decoder` returns the whole model."""
+    model = make_model(tiny_config("llama4_text"))
+    reference = Resident(model, **HYPER)
+    engine = attach_plainly(model, head_chunk_tokens=8)
+    batches = make_batches(2)
+    found, expected = engine.forward_backward(batches), reference.forward_backward(batches)
+    assert engine.counts.chunked_tokens == sum(batch["labels"].numel() for batch in batches)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for name, gradient in engine.named_gradients():
+        torch.testing.assert_close(gradient, reference.sums[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_model_whose_decoder_makes_the_loss_computes_it_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """Kosmos-2.5 gives the labels to a causal language model inside."""
+    model = make_model(tiny_config("kosmos-2.5"))
+    reference = Resident(model, **HYPER)
+    engine = attach_plainly(model, head_chunk_tokens=8)
+    for _ in range(2):
+        batches = make_batches(2)
+        expected = reference.forward_backward(batches)
+        assert_same_bits(engine.forward_backward(batches), expected, "loss")
+        engine.zero_grad()
+    said = [record.message for record in caplog.records if "whole" in record.message]
+    name = "Kosmos2_5ForConditionalGeneration"
+    assert said == [f"{name} computes its loss whole: it has no decoder that leaves it the loss"]
 
 
 def test_a_model_that_does_not_call_its_decoder_computes_its_loss_whole(

@@ -24,6 +24,7 @@ from megatrain.train.planning import allocation
 from megatrain.train.planning import plan_run as planning
 from megatrain.train.planning.lately import Lately
 from megatrain.train.screen import status_line
+from tests.expert_families import APART
 from tests.searches import planned_for_a_moment
 from tests.train.project import write_corpus, write_model_config
 
@@ -50,6 +51,36 @@ def _a_search_of_its_own(
 def model(tmp_path: Path) -> Path:
     """A tiny model without weights: no command but `train` itself can ask for them."""
     return write_model_config(tmp_path / "model", max_position_embeddings=64, vocab_size=300)
+
+
+def test_a_plan_for_this_computer_has_the_room_of_the_drives_that_are_named(
+    model: Path, tmp_path: Path, said: Callable[..., str]
+) -> None:
+    """Of a folder that is not there yet, the room of the parent; both are on one drive."""
+    tiers = f"memory.tiers={{ram: 1GiB, nvme: [{tmp_path / 'one' / 'deep'}, {tmp_path}]}}"
+    found = json.loads(said("plan", "--json", f"model.path={model}", "model.init=random", tiers))
+    assert found["limits"]["nvme"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+
+
+def test_a_plan_of_adapters_beside_experts_says_what_updates_and_what_has_none(
+    tmp_path: Path, said: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = APART["gpt_oss"]()
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path)
+    arguments = ["--hf-config", tmp_path / "config.json", "--machine", "cpu-laptop", "--nvme", "0"]
+    arguments += ["data.seq_len=16", "train.micro_batch_size=1", "train.grad_accumulation=2"]
+    text = " ".join(said("plan", *arguments, "lora.r=4").split())
+    assert re.search(r"all of them stream, but only the [\d.]+ K that are trained update", text), text
+    assert "puts no adapter on experts (mlp.experts.gate_up_proj, mlp.experts.down_proj)" in caplog.text
+    text = " ".join(said("plan", *arguments).split())
+    assert "all of them stream and update" in text
+
+
+def test_chunks_of_experts_of_a_dense_model_are_refused(model: Path, said: Callable[..., str]) -> None:
+    """By the plan, as by the training."""
+    text = said("plan", f"model.path={model}", "model.init=random", "memory.expert_chunks=4", code=2)
+    assert "expert_chunks is 4, but no layer of the model has experts; use expert_chunks=1" in text
 
 
 @pytest.fixture

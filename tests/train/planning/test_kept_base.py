@@ -55,6 +55,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write("mxfp4", tmp_path_factory.mktemp("planned") / "model")
 
 
+def test_chunks_of_experts_are_refused_beside_codes(place: Path) -> None:
+    """A plan says so, before any weight is read."""
+    for base in (AS_STORED, DEQUANTISED):
+        config = config_of(place, base)
+        chunked = config.model_copy(
+            update={"memory": config.memory.model_copy(update={"expert_chunks": 100})}
+        )
+        spec, anatomy = load_machine("rtx-4090"), counted(place, base)
+        if base == AS_STORED:
+            with pytest.raises(ConfigError, match="is 100, but the experts are kept in the codes"):
+                make_request(chunked, anatomy, spec)
+        else:
+            found = make_request(chunked, anatomy, spec).choice.expert_chunks
+            experts = anatomy.layers[0].experts
+            assert experts is not None
+            assert found == experts.number
+
+
 def test_a_configuration_is_planned_as_its_files(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes((place / "config.json").read_bytes())

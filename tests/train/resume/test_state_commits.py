@@ -15,6 +15,7 @@ import yaml
 from transformers import AutoConfig
 
 from megatrain.cli import main
+from megatrain.config.choice import Choice
 from megatrain.errors import CapacityError, CheckpointError, OutputError
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_HOST
 from megatrain.store.drives.record import (
@@ -34,6 +35,7 @@ from megatrain.train.evaluate.losses import Evaluation
 from megatrain.train.loop import train
 from megatrain.train.planning.allocation import check_allocated, plan_training
 from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.resume import state_commits
 from megatrain.train.resume.state_commits import find_commit, held_by
 from megatrain.train.run import prepare
 from megatrain.train.step import train_step
@@ -169,6 +171,20 @@ def test_state_of_a_run_whose_directory_is_gone_is_not_gone_on_from(
         train(config)
     assert "holds step 2 of a run whose directory is gone" in caplog.text
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_settings_by_which_the_state_would_be_laid_out_otherwise_are_named(tmp_path: Path) -> None:
+    train_until(make_config(tmp_path, **sections(tmp_path, fragments=False)), 2)
+    said = r"memory.fragments is true, and the state in .* was written with false; use memory.fragments=false"
+    with pytest.raises(CheckpointError, match=said):
+        train(make_config(tmp_path, **sections(tmp_path, fragments=True)))
+    whole, chunks = (Choice(fragments=False, expert_chunks=number) for number in (1, 4))
+    state_commits.require_laid_out({"fragments": False, "expert_chunks": 4}, chunks, "drive")
+    state_commits.require_laid_out({"fragments": False}, whole, "drive")  # a run of an older version
+    for written, choice, words in ((4, whole, "is 1, .* with 4"), (1, chunks, "is 4, .* with 1")):
+        committed = {"fragments": False, "expert_chunks": written}
+        with pytest.raises(CheckpointError, match=f"memory.expert_chunks {words}; use"):
+            state_commits.require_laid_out(committed, choice, "drive")
 
 
 @pytest.mark.parametrize("fragments", [True, pytest.param(False, marks=pytest.mark.parity)])

@@ -75,7 +75,8 @@ def _settings_in(values: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def _made(values: Any, what: str, where: str) -> Quantisation:
-    method = values.get("quant_method") if isinstance(values, dict) else None
+    given = values.get("quant_method") if isinstance(values, dict) else None
+    method = given if isinstance(given, str) else None
     if (
         method not in FORMATS
         and isinstance(values, dict)
@@ -83,7 +84,7 @@ def _made(values: Any, what: str, where: str) -> Quantisation:
     ):
         method = "bitsandbytes"
     if method not in FORMATS:
-        named = f" ({method})" if isinstance(method, str) else ""
+        named = "" if given is None else f" ({method or repr(given)})"
         raise ModelError(
             f"{what}{named}, and quantised weights are read of {', '.join(FORMATS)}; give the checkpoint "
             "that was quantised, or a copy in bf16"

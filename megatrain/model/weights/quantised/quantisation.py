@@ -112,6 +112,30 @@ def refuse_parts_of_none(untouched: Sequence[Source]) -> None:
             )
 
 
+_CODES = re.compile(r"([._]blocks|\.qweight|[._]weight_packed|[._]weight_scale(_inv)?)$")
+"""The endings of names of codes, or of scales, that a checkpoint of values has not."""
+
+
+def refuse_unnamed(directory: Path, sources: Mapping[str, Source]) -> None:
+    """Refuse files that are quantised, of a configuration that does not say how.
+
+    Args:
+        directory: The directory of the checkpoint.
+        sources: The tensors of the files, by key.
+
+    Raises:
+        ModelError: A tensor is in FP8, or has the name of codes or scales.
+    """
+    for key, source in sources.items():
+        is_mxfp4 = key.endswith("_blocks") and key.removesuffix("_blocks") + "_scales" in sources
+        is_named = _CODES.search(key) is not None and (is_mxfp4 or not key.endswith("blocks"))
+        if is_named or source.dtype.startswith("F8_"):
+            raise ModelError(
+                f"{directory}: the files look quantised ({key} is in {source.dtype}), and config.json has no "
+                "quantization_config that says how; take the config.json that belongs to them"
+            )
+
+
 def part(sources: Mapping[str, Source], key: str, codes: Source) -> Source:
     """Return a tensor that belongs to some codes.
 

@@ -25,10 +25,11 @@ from transformers import (
 import megatrain
 from megatrain.errors import ModelError
 from megatrain.model.weights.skeleton import read_config
+from tests.families import FAMILIES
 from tests.forks import run_script
 from tests.model.resident import load_bound
 from tests.model.weights.test_files import PEAK_SCRIPT
-from tests.reference import make_batches
+from tests.reference import make_batches, make_model
 from tests.stream.runs import HYPER
 
 SMALL: dict[str, Any] = {
@@ -175,6 +176,54 @@ def export(model: PreTrainedModel, engine: Any, out: Path) -> dict[str, Tensor]:
     engine.sync()
     model.save_pretrained(out)
     return dict(AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_quantised_files_of_a_configuration_that_does_not_say_so(kind: str, tmp_path: Path) -> None:
+    place = write(kind, tmp_path / "model")
+    change_config(place, lambda values: values.pop("quantization_config"))
+    with pytest.raises(ModelError, match=r"the files look quantised .* config.json has no quantization_c"):
+        megatrain.load(place)
+
+
+def test_values_of_a_configuration_that_calls_them_quantised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are right as they are; that the configuration is not is said."""
+    config = FAMILIES["llama"]()
+    make_model(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    change_config(tmp_path, lambda values: values.update(quantization_config={"quant_method": "mxfp4"}))
+    with caplog.at_level("WARNING"):
+        megatrain.load(tmp_path)
+    (said,) = [record.message for record in caplog.records if "quantised" in record.message]
+    assert "config.json says that weights are quantised, and no weight of the files is" in said
+
+
+@pytest.mark.parametrize("method", [["fp8"], {"a": 1}, 8, "zorg"])
+def test_a_method_that_is_none_is_a_sentence(method: object, tmp_path: Path) -> None:
+    place = write("fp8", tmp_path / "model")
+    change_config(place, lambda values: values["quantization_config"].update(quant_method=method))
+    with pytest.raises(ModelError, match=r"has a quantization_config .*, and quantised weights are") as said:
+        read_config(place)
+    assert str(method) in str(said.value)
+
+
+def change_config(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads((place / "config.json").read_text())
+    change(values)
+    (place / "config.json").write_text(json.dumps(values))
+
+
+def test_transformers_cuts_smaller_last_blocks_evenly() -> None:
+    """A matrix of 192 rows has blocks of 128 and of 64: there transformers reads other values."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    codes, scales = torch.ones(192, 128).to(torch.float8_e4m3fn), torch.tensor([[1.0], [2.0]])
+    found = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    assert (found[:96] == 1).all()
+    assert (found[96:128] == 2).all(), "transformers reads smaller last blocks as the format says by now"
+    with pytest.raises(ValueError, match="not divisible by scale grid"):
+        Fp8Dequantize(None)._dequantize_one(codes[:191], scales, torch.float32)
 
 
 def test_what_says_how_activations_are_scaled_is_not_left_aside(tmp_path: Path) -> None:
