@@ -16,6 +16,15 @@ def context_length(model_config: Any) -> int | None:
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)
 
 
+def has_rotary_positions(model_config: Any) -> bool:
+    """Return whether a transformers config turns queries and keys by their positions (RoPE).
+
+    Such a model takes rows beyond its context too: from there on its rotations have to be scaled.
+    """
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    return bool(getattr(text_config, "rope_parameters", None))
+
+
 def check_seq_len(seq_len: int, context: int | None) -> None:
     """Check that a model takes sequences of `seq_len` tokens.
 

@@ -95,6 +95,7 @@ class Reads(Enum):
 
     ALL = "those of the run, as the run does"
     HERE = "those that are on this machine, and can be tokenised"
+    NONE = "none: the run is planned as one with enough of them"
 
 
 def ask(
@@ -106,6 +107,7 @@ def ask(
     reads: Reads = Reads.HERE,
     point: ResumePoint = NEW_RUN,
     caller: Caller = NOBODY,
+    beyond_context: bool = False,
 ) -> Asked:
     """Read the settings and the data to be planned, and count the model.
 
@@ -117,13 +119,14 @@ def ask(
         reads: The data that are looked at.
         point: The point from which the run resumes.
         caller: The folders that are kept between plans, and the function that shows progress.
+        beyond_context: Whether rows may be longer than the model's context.
 
     Raises:
         ConfigError: A setting is wrong, or settings exclude each other.
         ModelError: The model cannot be planned.
         DataError: The data cannot be read.
     """
-    place = str(hf_config) if hf_config is not None else _model_path(raw)
+    place = str(hf_config) if hf_config is not None else model_path(raw)
     raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
     model = PlannedModel(place, caller.counts, caller.progress)
     given = config = build_config(raw, source=source)
@@ -139,7 +142,8 @@ def ask(
     is_own = isinstance(machine, OwnMachine)
     on_cpu = machine.is_cpu(config) if isinstance(machine, OwnMachine) else not machine.has_accelerator
     config = with_rows(config, context=model.context, on_cpu=on_cpu)
-    check_seq_len(config.data.seq_len, model.context)
+    if not beyond_context:
+        check_seq_len(config.data.seq_len, model.context)
     data, notes = None, []
     why_not = _why_no_data(config, reads)
     if why_not is None:
@@ -201,7 +205,7 @@ def ask(
 def _why_no_data(config: Config, reads: Reads) -> str | None:
     """Return why the data are not looked at: None if they are, and empty if there are none."""
     paths = [source.path for source in config.data.sources]
-    if paths == [_NO_DATA]:
+    if paths == [_NO_DATA] or reads is Reads.NONE:
         return ""
     if reads is Reads.ALL:
         return None
@@ -295,7 +299,12 @@ def _require_one_rank(spec: HardwareSpec) -> None:
         )
 
 
-def _model_path(raw: Mapping[str, Any]) -> str:
+def model_path(raw: Mapping[str, Any]) -> str:
+    """Return the place of the model that settings name.
+
+    Raises:
+        ConfigError: They name none.
+    """
     path = _value(raw, "model", "path")
     if not isinstance(path, str) or not path:
         raise ConfigError(

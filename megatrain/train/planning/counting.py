@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.data.context import context_length
+from megatrain.data.context import context_length, has_rotary_positions
 from megatrain.errors import ModelError, os_errors
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
@@ -73,6 +73,19 @@ class PlannedModel:
         context = context_length(self.config)
         self._save(key, {"context": context or 0})
         return context
+
+    @cached_property
+    def has_rotary_positions(self) -> bool:
+        """Return whether rows beyond the model's context are a question of scaling its rotations alone.
+
+        Raises:
+            ModelError: There is no readable configuration, or its model is not supported.
+        """
+        key, kept = self._load({"what": "rotary positions"})
+        if kept is None:
+            kept = {"rotary": has_rotary_positions(self.config)}
+            self._save(key, kept)
+        return bool(kept["rotary"])
 
     @cached_property
     def quant_method(self) -> str | None:
