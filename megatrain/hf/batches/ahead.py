@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.hf.batches.metric_traces import Traces
-from megatrain.stream.activations.torch_state import RandomState
+from megatrain.model.torch_state import RandomState
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.shared_state import SharedStateError
 

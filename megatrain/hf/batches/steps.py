@@ -12,7 +12,7 @@ from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.hf.batches.metric_traces import Traces
 from megatrain.hf.ranks import ReadBatches
-from megatrain.stream.activations.torch_state import RandomState
+from megatrain.model.torch_state import RandomState
 from megatrain.stream.engine import Engine
 from megatrain.stream.steps import PassBefore
 from megatrain.train.seeds import micro_batch_seed

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from megatrain.model.torch_state import Autocast, RandomState
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.activations.saved_tensors import Held
-from megatrain.stream.activations.torch_state import Autocast, RandomState
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.errors import ModelError
-from megatrain.stream.activations.torch_state import Autocast, RandomState
+from megatrain.model.torch_state import Autocast, RandomState
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Arguments: TypeAlias = tuple[Any, ...]

@@ -19,8 +19,8 @@ from megatrain.hardware.determinism import set_environment
 from megatrain.hardware.environment import warn_of_unset
 from megatrain.model.blocks import find_blocks
 from megatrain.model.sequence.check import refuse_config, refuse_model
+from megatrain.model.torch_state import RandomState
 from megatrain.store.placement import Tiers
-from megatrain.stream.activations.torch_state import RandomState
 from megatrain.stream.attach.bind import bind, plan_layouts
 from megatrain.stream.attach.resolve import Conditions, resolve
 from megatrain.stream.choice_checks import (

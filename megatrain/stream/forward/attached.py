@@ -18,6 +18,7 @@ from megatrain.model.blocks import Block, group_layers, outer_of
 from megatrain.model.experts.apart import experts_of
 from megatrain.model.experts.products import Factors
 from megatrain.model.experts.routes import Count, Router, Routes, routers_of
+from megatrain.model.places import Place
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.model.weights.kept import give_values
 from megatrain.store.digests import note_weights
@@ -28,7 +29,6 @@ from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.expert_chunks import Chunk
 from megatrain.stream.forward.gradient_hooks import GradientHooks, refuse_hooks
-from megatrain.stream.forward.stream_weights import Place
 from megatrain.stream.job.job import Job
 
 if TYPE_CHECKING:

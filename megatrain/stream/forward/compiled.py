@@ -26,9 +26,9 @@ from megatrain.config.budgets import ALL
 from megatrain.errors import ModelError
 from megatrain.hardware.accelerators import missing_compiler, vendor_of
 from megatrain.model.experts.routes import Router, routers_of, watched
+from megatrain.model.places import Place, swapped
 from megatrain.stream.forward.compiled_calls import aside, differentiable, kind_of, state_of, without_caches
 from megatrain.stream.forward.compiled_routes import Lines, ask_visits, lines_of
-from megatrain.stream.forward.stream_weights import Place, swapped
 from megatrain.stream.forward.structure import Fingerprint, IndexWasRead, NotShareable, Template, places_of
 
 _log = logging.getLogger(__name__)

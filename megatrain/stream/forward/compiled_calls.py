@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from megatrain.model.experts.routes import unnoticed
-from megatrain.stream.forward.stream_weights import swapped
+from megatrain.model.places import swapped
 from megatrain.stream.forward.structure import Template
 
 

@@ -14,6 +14,7 @@ by one, and what a recomputation saves is there of one at a time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from torch import Tensor
 from megatrain.model.experts.apart import Experts
 from megatrain.model.experts.products import Beside, ChunkRows, Routed, first_product, second_product
 from megatrain.model.selective import kept_by_none
-from megatrain.stream.activations.torch_state import Autocast
+from megatrain.model.torch_state import Autocast
 from megatrain.stream.forward.stream_weights import ANCHOR
 
 
@@ -110,7 +111,8 @@ class ExpertsCall:
         """By chunk: its rows among those of the sorted tokens."""
         self._weighted: Tensor | None = None
         """The weighted result of each token and choice, while chunks pass."""
-        self._output: Tensor | None = None
+        self._output: Callable[[], Tensor | None] = lambda: None
+        """Returns what the call returned, where that is kept."""
         self._back: _Back | None = None
 
     # -- forward --------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ class ExpertsCall:
 
     def run_again(self, given: Routed, small: Sequence[Tensor]) -> Tensor:
         """Stand for the call in a recomputation of its layer, which wants what autograd saves."""
-        again = _Again(self._output)
+        again = _Again(self._output())
         if self.is_done_by_itself:
             return again.take_output(given)
         routed = replace(given, extras=tuple(small))
@@ -187,14 +189,22 @@ class ExpertsCall:
         weighted, self._weighted = self._weighted, None
         found = routed.hidden.new_zeros(routed.hidden.shape) if weighted is None else routed.summed(weighted)
         if self._keeps_output:
-            self._output = found.clone()
+            kept = found.clone()
+            self._output = lambda: kept
         return found
+
+    def hand_over(self) -> tuple[list[object], Tensor | None]:
+        """Return what is kept, for autograd to hold: with a forward that is dropped it is gone."""
+        kept, output = self._input, self._output()
+        self._input = []
+        if output is not None:
+            self._output = weakref.ref(output)
+        return kept, output
 
     # -- backward -------------------------------------------------------------------------------------------
 
-    def begin_backward(self, saved: Sequence[Tensor], gradient: Tensor) -> None:
-        """Take what autograd has saved, and the gradient of what the call returned."""
-        kept, self._input, self._output = self._input, [], None
+    def begin_backward(self, saved: Sequence[Tensor], kept: Sequence[object], gradient: Tensor) -> None:
+        """Take what autograd has saved or held, and the gradient of what the call returned."""
         if not (saved or kept):
             self._visits.refuse_second_backward()
         self._visits.begin_backward()
@@ -291,6 +301,10 @@ class _Again:
         """Return what the call returned, where that is needed, or anything of its shape."""
         return routed.hidden.new_zeros(routed.hidden.shape) if self._output is None else self._output.clone()
 
+    def hand_over(self) -> tuple[list[object], None]:
+        """Return that nothing is kept."""
+        return [], None
+
 
 class _Enter(torch.autograd.Function):
     @staticmethod
@@ -322,12 +336,13 @@ class _Leave(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*saved)
         found: Tensor = call.take_output(routed)
+        ctx.held = call.hand_over()
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        ctx.call.begin_backward(saved, gradient)
+        saved, (kept, _), ctx.held = ctx.saved_tensors, ctx.held, ([], None)
+        ctx.call.begin_backward(saved, kept, gradient)
         return None, None, gradient.new_zeros(()), *(None for _ in saved)
 
 

@@ -25,6 +25,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model.caches import with_own_caches
 from megatrain.model.experts.products import Routed, beside_of
 from megatrain.model.experts.routes import Routes, watched
+from megatrain.model.places import Place, exchange
 from megatrain.model.selective import keeping
 from megatrain.stream.activations.recompute import Contexts, Recomputation
 from megatrain.stream.activations.saved_tensors import Held
@@ -32,7 +33,7 @@ from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.expert_chunks import ExpertsCall
 from megatrain.stream.forward.passes import Pass
-from megatrain.stream.forward.stream_weights import Place, SavedWeight, exchange, stream_weights
+from megatrain.stream.forward.stream_weights import SavedWeight, stream_weights
 
 
 class _Entry(BlockVisit):

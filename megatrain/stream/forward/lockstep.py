@@ -24,7 +24,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-from megatrain.stream.activations.torch_state import Autocast, RandomState
+from megatrain.model.torch_state import Autocast, RandomState
 
 T = TypeVar("T")
 

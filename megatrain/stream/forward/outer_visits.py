@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ModelError
+from megatrain.model.places import swapped
 from megatrain.store.state import HostState
 from megatrain.stream.execute.block_visit import BlockVisit
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.forward.attached import AttachedBlock
 from megatrain.stream.forward.overrides import Overrides
-from megatrain.stream.forward.stream_weights import (
-    ANCHOR,
-    HEAD_ANCHOR,
-    SavedWeight,
-    stream_weights,
-    swapped,
-)
+from megatrain.stream.forward.stream_weights import ANCHOR, HEAD_ANCHOR, SavedWeight, stream_weights
 
 
 class OuterVisit(BlockVisit):

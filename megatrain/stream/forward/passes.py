@@ -10,20 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
+from megatrain.model.places import Place, exchange, swapped
+from megatrain.model.torch_state import Autocast, RandomState
 from megatrain.stream.activations.boundaries import LastCall
-from megatrain.stream.activations.torch_state import Autocast, RandomState
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
 from megatrain.stream.forward.head_backward import Cut
 from megatrain.stream.forward.outer_visits import OuterVisit
-from megatrain.stream.forward.stream_weights import (
-    ANCHOR,
-    HEAD_ANCHOR,
-    Place,
-    exchange,
-    stream_weights,
-    swapped,
-)
+from megatrain.stream.forward.stream_weights import ANCHOR, HEAD_ANCHOR, stream_weights
 
 _STAGED_BYTES = 16 << 20
 """Two million ids. Larger inputs, which are embeddings, would leave as much locked memory behind."""

@@ -8,12 +8,11 @@ where the block's gradient is complete and its slot is free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Collect = Callable[[Sequence[Tensor | None]], None]
 
@@ -67,32 +66,6 @@ def stream_weights(
         return list(_apply(anchor, collect, aliases))
     streamed = iter(_apply(anchor, collect, [a for a, t in zip(aliases, trained, strict=True) if t]))
     return [next(streamed) if t else a.detach() for a, t in zip(aliases, trained, strict=True)]
-
-
-Place = tuple[dict[str, nn.Parameter | None], str]
-"""A module's own dictionary of parameters, and a key in it."""
-
-
-def exchange(places: Sequence[Place], tensors: Sequence[Any]) -> list[Any]:
-    """Put `tensors` where modules look their parameters up, and return what was there."""
-    found = []
-    for (held, leaf), tensor in zip(places, tensors, strict=True):
-        found.append(held[leaf])
-        held[leaf] = tensor
-    return found
-
-
-@contextmanager
-def swapped(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let modules find `tensors` where their parameters are, for as long as the context lasts.
-
-    It is left through an exception in every recomputation, which ends early.
-    """
-    parameters = exchange(places, tensors)
-    try:
-        yield
-    finally:
-        exchange(places, parameters)
 
 
 class SavedWeight(NamedTuple):

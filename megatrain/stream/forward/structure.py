@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.stream.forward.stream_weights import Place
+from megatrain.model.places import Place
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index"})

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.model import torch_state
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.arena import Arena
-from megatrain.stream.activations import torch_state
 from megatrain.stream.activations.host_ring import HostBuffer, HostRing
 from megatrain.stream.lanes import AcceleratorLanes, Cause, Event
 from megatrain.stream.lanes.accelerator import HostWorker, StreamWorker

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.sequence.check import refuse_config, refuse_model
-from megatrain.stream.activations.torch_state import RandomState
+from megatrain.model.torch_state import RandomState
 from tests.families import FAMILIES
 from tests.reference import make_model
 

@@ -25,9 +25,10 @@ from megatrain.config.read_choice import read_choice
 from megatrain.errors import ConfigError
 from megatrain.hardware import accelerators
 from megatrain.model.blocks import find_blocks
+from megatrain.model.places import swapped
 from megatrain.stream.engine import Engine
 from megatrain.stream.forward.compiled import Compiler, say_how
-from megatrain.stream.forward.stream_weights import stream_weights, swapped
+from megatrain.stream.forward.stream_weights import stream_weights
 from megatrain.stream.forward.structure import Fingerprint, NotShareable, places_of
 from tests.families import FAMILIES
 from tests.reference import attach_plainly, make_batches, make_model
