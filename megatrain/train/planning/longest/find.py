@@ -154,11 +154,16 @@ def _full_pool(beyond: Plan, request: Request) -> Pool:
         beyond: The plan.
         request: The request for shorter rows, in which pools that grow with the row are smaller.
     """
-    tier = max(beyond.limits, key=lambda tier: beyond.tier_bytes(tier) / max(1, beyond.limits[tier]))
+    tier = fullest_tier(beyond)
     shorter = {pool.name: pool.nbytes for pool in pools_of(request, beyond.choice) if pool.tier == tier}
     pools = [pool for pool in beyond.pools if pool.tier == tier]
     growing = [pool for pool in pools if shorter.get(pool.name, 0) < pool.nbytes]
     return max(growing or pools, key=lambda pool: pool.nbytes)
+
+
+def fullest_tier(plan: Plan) -> str:
+    """Return the tier of which a plan takes most, measured by its limit."""
+    return max(plan.limits, key=lambda tier: plan.tier_bytes(tier) / max(1, plan.limits[tier]))
 
 
 class _Question:
