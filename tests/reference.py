@@ -113,11 +113,18 @@ def make_batches(
 def attach_plainly(model: PreTrainedModel, **settings: Any) -> Engine:
     """Attach with every choice spelled out: what `settings` do not give is the plainest that there is.
 
-    Where all layers are resident, the outer blocks are too. `num_micro_batches` stands for the whole batch.
+    Where all layers are resident, the outer blocks are too. `num_micro_batches` stands for the whole batch,
+    and `tile_tokens` for one of rows that are longer than a tile.
     """
     choice, number = settings.pop("choice", None), settings.pop("num_micro_batches", 1)
-    runs = settings.pop("num_runs", 1)
-    batch = StepBatch(micro_batch_size=1, seq_len=1, num_micro_batches=number, num_runs=runs)
+    runs, tile = settings.pop("num_runs", 1), settings.pop("tile_tokens", None)
+    batch = StepBatch(
+        micro_batch_size=1,
+        seq_len=1 + (tile or 0),
+        num_micro_batches=number,
+        num_runs=runs,
+        tile_tokens=tile,
+    )
     settings.setdefault("batch", batch)
     given = {name: settings.pop(name) for name in _FIELDS & settings.keys()}
     if choice is None:

@@ -5,7 +5,7 @@
 Nothing is measured: every figure is what `megatrain plan` finds for a machine file, in bf16 with fp32 masters
 and moments, clipped, in steps of one row. Each speed stands beside a ceiling, which no schedule is beyond:
 attention is computed once, the matrix products as often as the plan computes them, at the machine file's
-rates, and nothing else takes any time. The last columns are those of `megatrain plan --longest`.
+rates, and nothing else takes any time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from pathlib import Path
 
 from megatrain.config.plan import Plan
 from megatrain.config.policies import POLICIES
-from megatrain.errors import CapacityError
 from megatrain.hardware import GIB, HardwareSpec, load_machine
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 from megatrain.recipes import shapes
-from megatrain.train.caller import NOBODY
 from megatrain.train.planning.asking import Reads, ask
 from megatrain.train.planning.gpus import of_ranks
-from megatrain.train.planning.longest.find import find_longest, fullest_tier
+from megatrain.train.planning.longest.find import fullest_tier
 
 LENGTHS = tuple(1 << power for power in range(17, 22))
 MODELS = ("llama-8b", "qwen-32b")
@@ -66,12 +64,6 @@ class Row:
     drives: bool
     """Whether it has the drives of its file; otherwise it has none."""
     cells: tuple[Cell, ...]
-    longest: int | None
-    """The tokens of the longest row; None: not even a short one fits."""
-    tokens_per_s: float | None
-    """The speed there."""
-    full: str
-    """The tier and the pool that are in the way of longer rows, or of any."""
 
 
 def rows() -> Iterator[Row]:
@@ -82,27 +74,12 @@ def rows() -> Iterator[Row]:
                 yield row(model, machine, drives=drives)
 
 
-def row(model: str, machine: str, *, drives: bool, lengths: Sequence[int] = LENGTHS) -> Row:
-    """Plan a model on a machine for every length, and find the longest row."""
+def row(model: str, machine: str, *, drives: bool) -> Row:
+    """Plan a model on a machine for every length."""
     spec = load_machine(machine)
     spec = spec if drives else replace(spec, drives=None)
-    cells = tuple(cell(model, spec, length) for length in lengths)
-    try:
-        found = find_longest({}, spec, caller=NOBODY, source=_SOURCE, hf_config=shapes()[model])
-    except CapacityError as error:
-        longest, speed, full = None, None, str(error).partition(";")[0]
-    else:
-        longest, speed = found.longest, found.planned.plan.tokens_per_s
-        full = "" if found.full is None else f"{_TIERS[found.full.tier]}: {found.full.name}"
-    return Row(
-        model=model,
-        machine=machine,
-        drives=drives,
-        cells=cells,
-        longest=longest,
-        tokens_per_s=speed,
-        full=full,
-    )
+    cells = tuple(cell(model, spec, length) for length in LENGTHS)
+    return Row(model=model, machine=machine, drives=drives, cells=cells)
 
 
 def request(shape: Path, spec: HardwareSpec, length: int) -> Request:
@@ -149,11 +126,11 @@ def ceiling(asked: Request, plan: Plan) -> float:
 def table(found: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of a table in Markdown; rows that differ by their drives alone are one."""
     heads = [f"{length:,}" for length in LENGTHS]
-    yield f"| model | machine | drives | {' | '.join(heads)} | longest row | full |"
-    yield f"|---|---|---|{'---|' * len(heads)}---|---|"
+    yield f"| model | machine | drives | {' | '.join(heads)} |"
+    yield f"|---|---|---|{'---|' * len(heads)}"
     lines: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for one in found:
-        cells = (*(shown(cell) for cell in one.cells), _longest(one), one.full)
+        cells = tuple(shown(cell) for cell in one.cells)
         lines.setdefault((one.model, one.machine, cells), []).append("yes" if one.drives else "no")
     for (model, machine, cells), drives in lines.items():
         yield f"| {model} | {machine} | {' or '.join(drives)} | {' | '.join(cells)} |"
@@ -164,10 +141,6 @@ def shown(cell: Cell) -> str:
     if cell.tokens_per_s is None or cell.ceiling is None:
         return f"{_TIERS[cell.tier]} {cell.need_bytes / GIB:,.0f} of {cell.limit_bytes / GIB:,.0f} GiB"
     return f"{cell.tokens_per_s:,.0f} ({cell.tokens_per_s / cell.ceiling:.0%})"
-
-
-def _longest(one: Row) -> str:
-    return "none" if one.longest is None else f"{one.longest:,} at {one.tokens_per_s:,.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

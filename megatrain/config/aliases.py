@@ -14,6 +14,7 @@ from megatrain.objective.registry import DEFAULT, aliases
 ALIASES: Mapping[str, str] = {
     "model_name_or_path": "model.path",
     "attn_implementation": "model.attn_implementation",
+    "rope_scaling": "model.rope_scaling",
     "use_liger_kernel": "model.kernels",
     "dataset_name": "data.path",
     "train_file": "data.path",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from megatrain.config.policies import POLICIES, RECOMPUTE, Policy
 from megatrain.config.runs import Runs, StepSums, round_sizes
+from megatrain.config.tiles import tile_of
 from megatrain.errors import ConfigError, one_of
 
 AUTO: Any = "auto"
@@ -348,6 +349,13 @@ class StepBatch:
     """Whether ranks of a node each fetch a piece of a block and gather it (`parallel.gather`)."""
     sequence: int = 1
     """The number of ranks that share each row's tokens (`parallel.sequence`); `seq_len` is of whole rows."""
+    tile_tokens: int | None = None
+    """The tokens of a tile of a row (`train.tile_tokens`); None: they follow from the length of rows."""
+
+    @property
+    def tile(self) -> int:
+        """Return the tokens of a tile in which position-wise modules pass rows; 0: rows pass whole."""
+        return tile_of(self.seq_len, self.tile_tokens)
 
     @property
     def ranks_of_node(self) -> int:

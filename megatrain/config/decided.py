@@ -14,7 +14,8 @@ from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO
 from megatrain.config.defaults import Epochs, StepSize, default_precision, default_rows, default_seq_len
 from megatrain.config.sections.config import Config
-from megatrain.errors import ConfigError
+from megatrain.config.yaml12 import dump_yaml
+from megatrain.errors import CheckpointError, ConfigError
 
 
 def with_rows(config: Config, *, context: int | None, on_cpu: bool) -> Config:
@@ -106,7 +107,16 @@ def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
     Args:
         config: The present settings.
         saved: The settings of its checkpoint, as plain values; older ones have no `train.tokens_per_step`.
+
+    Raises:
+        CheckpointError: The rotary embeddings of the checkpoint were scaled in another way.
     """
+    scaling, scaled = config.model.rope_scaling, saved.get("model", {}).get("rope_scaling")
+    if scaling != scaled:
+        raise CheckpointError(
+            f"the checkpoint was trained with model.rope_scaling={_shown(scaled)}, not {_shown(scaling)}; "
+            "use the same, or start a new run from its model directory"
+        )
     then, now = saved["train"], config.train
     seq_len = saved["data"]["seq_len"] if config.data.seq_len == AUTO else config.data.seq_len
     row_tokens = seq_len * config.rows_each
@@ -120,9 +130,15 @@ def as_begun(config: Config, saved: Mapping[str, Any]) -> Config:
     if now.activation_budget == AUTO:
         budget = then.get("activation_budget", AUTO)
         train["activation_budget"] = ALL if budget == AUTO else budget
+    if now.tile_tokens == AUTO:
+        train["tile_tokens"] = then.get("tile_tokens", AUTO)
     if is_open and (now.tokens_per_step == AUTO or now.tokens_per_step >= size * row_tokens):
         train["micro_batch_size"] = size
     return _changed(config, train=train, data={"seq_len": seq_len})
+
+
+def _shown(scaling: object) -> str:
+    return dump_yaml(scaling, flow=True).strip()
 
 
 _TOKENS_KEY = "train.tokens_per_step"

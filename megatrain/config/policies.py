@@ -26,6 +26,8 @@ class Policy:
     """Whether a forward that runs again finds the results of matrix products."""
     keeps_attention: bool = False
     """Whether it finds the results of attention: outputs, and what its backward asks for beside them."""
+    moves_results: bool = False
+    """Whether these wait where the layer's input does: on the device, the host or drives."""
     keeps_boundary: bool = True
     """Whether the layer's input is kept; otherwise the layers before it make it again."""
     is_offloaded: bool = False
@@ -52,6 +54,11 @@ class Policy:
         return self.reruns and (self.keeps_products or self.keeps_attention)
 
     @property
+    def keeps_attention_alone(self) -> bool:
+        """Whether it is there for attention that returns a log-sum-exp, and spares nothing without."""
+        return self.keeps_attention and not self.keeps_products
+
+    @property
     def reruns_whole(self) -> bool:
         """Whether the whole forward runs again."""
         return self.reruns and not self.keeps_results
@@ -69,11 +76,11 @@ class Policy:
     @property
     def compile_problem(self) -> str:
         """Say why compiled layers cannot have it; empty: they can."""
-        if not self.keeps_results:
+        if not (self.reruns and self.keeps_products):
             return ""
         return (
-            f"activations={self.name} keeps the results of single operations, which a compiled layer does "
-            f"not show; use compile=off, or activations={KEEP.name}: a compiled layer keeps little by itself"
+            f"activations={self.name} keeps the results of matrix products, which a compiled layer may not "
+            f"show; use compile=off, or activations={KEEP.name}: a compiled layer keeps little by itself"
         )
 
     def drops(self, number: int) -> bool:
@@ -102,7 +109,11 @@ RECOMPUTE_CHEAP = Policy(
     fills=True,
 )
 KEEP_ATTENTION = Policy(
-    name="keep_attention", stays="its input and attention", keeps_attention=True, refines=True
+    name="keep_attention",
+    stays="its input and attention",
+    keeps_attention=True,
+    moves_results=True,
+    refines=True,
 )
 RECOMPUTE = Policy(name="recompute", stays="its input", base_place=0)
 DROP_BOUNDARY = Policy(

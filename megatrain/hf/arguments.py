@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.config.budgets import ALL, require_budget, require_compile
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.config.rope import read_rope_scaling
 from megatrain.config.runs import require_power_of_two
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
 from megatrain.hardware.accelerators import can_compile
 from megatrain.hf.ranks import own_state
+from megatrain.model.sequence.range import OF_TRAINER, RowRange, check_row
 from megatrain.store.placement import Tiers
 from megatrain.stream.forward.attention import prefers_cudnn
 from megatrain.stream.lanes.devices import compute_device
@@ -57,6 +59,8 @@ class MegatrainArguments:
     seq_len: int | None = None
     """The number of tokens of the longest row, for the plan; None takes `max_length` of TRL's arguments, or
     the model's context, at most 4,096."""
+    rope_scaling: Mapping[str, Any] | None = None
+    """The scaling of the rotary embeddings of a model that is given by its path, as in `megatrain.load`."""
     optimizer_state: str = "fp32"
     """The format of the moments: `fp32`, or `bf16` or `int8`, which are not exact."""
     compile: str = "auto"
@@ -71,6 +75,9 @@ class MegatrainArguments:
     """The device memory for streaming, in bytes or as `64GiB`; None means all there is."""
     tiers: Tiers | None = None
     """The drives, and the state that lives there."""
+    tile_tokens: int | None = None
+    """The tokens of a tile of a long row, which decides the last bits (`train.tile_tokens`); None: as many as
+    follow from `seq_len`."""
     shards: int | None = None
     """The number of runs of a step in which gradients add up: a power of two, which decides the bits
     (`parallel.shards`). None means as many as ranks."""
@@ -79,19 +86,27 @@ class MegatrainArguments:
         """Refuse what would be refused only after the model is loaded.
 
         Raises:
-            ConfigError: `seq_len`, `compile`, `activation_budget` or `shards` is none that there is.
+            ConfigError: `seq_len`, `rope_scaling`, `compile`, `activation_budget`, `tile_tokens` or `shards`
+                is none that there is.
         """
         if self.seq_len is not None and self.seq_len < 2:
             raise ConfigError(f"MegatrainArguments(seq_len={self.seq_len}): a row has at least 2 tokens")
+        if self.rope_scaling is not None:
+            read_rope_scaling(self.rope_scaling)
         require_compile(self.compile)
         require_budget(self.activation_budget)
+        if self.tile_tokens is not None and self.tile_tokens < 0:
+            raise ConfigError(
+                f"MegatrainArguments(tile_tokens={self.tile_tokens}): a tile has at least 1 token; 0 lets "
+                "rows pass whole"
+            )
         if self.shards is not None:
             require_power_of_two(self.shards, f"MegatrainArguments(shards={self.shards})")
 
     def attach_settings(
         self,
         args: TrainingArguments,
-        context: int | None,
+        rows: RowRange,
         precision: str,
         num_passes_before: int = 0,
         ranks: Ranks | Alone = ALONE,
@@ -100,7 +115,7 @@ class MegatrainArguments:
 
         Args:
             args: The arguments of the trainer, as `mapped` returns them.
-            context: The number of tokens that the model can see.
+            rows: The range of the model.
             precision: The precision, as `precision_of` returns it.
             num_passes_before: The number of passes before the loss, as in `StepBatch`.
             ranks: The ranks that train together.
@@ -109,7 +124,7 @@ class MegatrainArguments:
             "ranks": ranks,
             "device": self.device if self.device is not None else args.device,
             "precision": precision,
-            "batch": self.batch(args, context, num_passes_before, ranks.size),
+            "batch": self.batch(args, rows, num_passes_before, ranks.size),
             "compile": self.compile,
             "activation_budget": self.activation_budget,
             "optimizer_state": self.optimizer_state,
@@ -120,7 +135,7 @@ class MegatrainArguments:
         }
 
     def batch(
-        self, args: TrainingArguments, context: int | None, num_passes_before: int = 0, num_ranks: int = 1
+        self, args: TrainingArguments, rows: RowRange, num_passes_before: int = 0, num_ranks: int = 1
     ) -> StepBatch:
         """Return the batch of a step of all ranks together.
 
@@ -129,18 +144,23 @@ class MegatrainArguments:
         """
         shards = num_ranks if self.shards is None else self.shards
         require_power_of_two(shards, f"MegatrainArguments(shards={shards})")
-        if self.seq_len is not None and context is not None and self.seq_len > context:
-            raise ConfigError(
-                f"MegatrainArguments(seq_len={self.seq_len}) is beyond the model's context of {context} "
-                f"tokens; use {context} or less"
+        if self.seq_len is not None:
+            check_row(
+                self.seq_len,
+                rows,
+                named="MegatrainArguments(seq_len={seq_len})",
+                extends=OF_TRAINER,
+                is_set=self.rope_scaling is not None,
             )
-        longest = self.seq_len or getattr(args, "max_length", None) or min(context or 4096, 4096)
+        most = getattr(args, "max_length", None) or 4096
+        longest = self.seq_len or min(most, rows.longest or most)
         batch = StepBatch(
             micro_batch_size=args.per_device_train_batch_size,
             seq_len=longest,
             num_micro_batches=args.gradient_accumulation_steps,
             num_passes_before=num_passes_before,
             num_runs=shards,
+            tile_tokens=self.tile_tokens,
         )
         batch.runs.shared_out(num_ranks)
         return batch

@@ -109,6 +109,11 @@ class Streaming(_Base):
         )
         if isinstance(model, (str, Path)):
             given["model"] = load_path(str(model), self._megatrain, self._settings)
+        elif self._megatrain.rope_scaling is not None:
+            raise ConfigError(
+                "MegatrainArguments has rope_scaling, and the model is made already; pass its path, or give "
+                "its config the rope_parameters before it is made"
+            )
         else:
             take_from_others(model, (given.get("optimizers") or (None,))[0])
         super().__init__(**given)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from megatrain.config.choice import WITHOUT_DRIVES, Choice, Updates, read_member
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import OPTIMIZERS, find
 from megatrain.config.read_choice import checked
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, warn_once
+from megatrain.model.attention_results import runs_twice, why_none
 from megatrain.model.blocks import Block, ends_of, group_layers, num_chunks, num_together
 from megatrain.model.experts.apart import IMPLEMENTATION
+from megatrain.store.precision import Precision
 from megatrain.store.state import HostState
 from megatrain.stream.forward.arrangement import Arrangement, residents_of
 from megatrain.stream.memory import require_device_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 _OR_WHOLE = " and expert_chunks=1"
 
@@ -109,6 +120,17 @@ def check_runs(choice: Choice, num_runs: int) -> None:
             f"sums={choice.sums} {does}, but a step has {num_runs} runs, whose sums are "
             "joined on the device; use sums=device, or parallel.shards=1 (StepBatch(num_runs=1))"
         )
+
+
+def say_what_runs_twice(
+    model: PreTrainedModel, choice: Choice, device: torch.device, precision: Precision
+) -> None:
+    """Say if a choice is to keep what attention returns, and the model's attention returns nothing for it."""
+    asked = [policy for policy in choice.policies if policy.keeps_attention_alone]
+    dtype = torch.float32 if precision is Precision.FP32 else torch.bfloat16
+    why = why_none(model, device, dtype) if asked else ""
+    if why:
+        warn_once(_log, runs_twice(model.config.get_text_config().model_type, asked[0].name, why))
 
 
 def uncompiled(compile: str, sequence: int) -> str:

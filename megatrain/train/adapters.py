@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.config import Config
+from megatrain.config.rope import described
 from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import write_bytes_durably
 from megatrain.model.adapters.adapt import adapter_config, adapter_tensors
@@ -29,6 +30,17 @@ def base_of(config: Config) -> str:
     """Return the place of the base of a run's adapters: an absolute path, or a hub id."""
     path = Path(config.model.path)
     return str(path.absolute()) if path.is_dir() else config.model.path
+
+
+def scaling_notes(config: Config) -> list[str]:
+    """Say that the files of adapters do not hold the scaling of their base, where it is scaled."""
+    if config.lora.r is None or config.model.rope_scaling is None:
+        return []
+    return [
+        "the adapters are trained beside a base with scaled positions "
+        f"({described(config.model.rope_scaling)}), which their files do not say: give the base the same "
+        "rope_parameters wherever they are used, or merge them (megatrain export RUN OUT --merge)"
+    ]
 
 
 def check_base(config: Config, meta: Mapping[str, Any] | None) -> str | None:

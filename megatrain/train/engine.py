@@ -76,6 +76,7 @@ def make_engine(
         adaptation=config.adaptation,
         adapter=adapter,
         vocab_size=vocab_size,
+        rope_scaling=config.model.rope_scaling,
         **settings,
     )
     if committed is not None:

@@ -18,7 +18,6 @@ from megatrain.config import Config
 from megatrain.config.decided import with_rows
 from megatrain.config.sections.data import SourceConfig
 from megatrain.data.cache import FORMAT, Rows, SomeRows, remove_unused
-from megatrain.data.context import check_seq_len, context_length
 from megatrain.data.example import texts_of
 from megatrain.data.fitting import NotTextError, Packing
 from megatrain.data.loader import epoch_order
@@ -41,6 +40,8 @@ from megatrain.data.tokens.template import TrainOn, template_source
 from megatrain.errors import ConfigError, DataError
 from megatrain.model.documents.able import require_name
 from megatrain.model.documents.apart import why_not_apart
+from megatrain.model.sequence.range import check_row, row_range
+from megatrain.model.sequence.scaling import scale_rope
 from megatrain.model.weights.generation import stop_ids
 from megatrain.model.weights.skeleton import read_config
 from megatrain.stream.lanes.devices import compute_device
@@ -61,6 +62,22 @@ def is_on_cpu(config: Config) -> bool:
     return compute_device(config.train.device).type == "cpu"
 
 
+def read_model_config(config: Config, source: str | None = None) -> PretrainedConfig:
+    """Read the configuration of a run's model, with the scaling of its rotary embeddings.
+
+    Args:
+        config: The settings of the run.
+        source: The place of the model; None: `model.path`.
+
+    Raises:
+        ModelError: `read_config` raises it.
+        ConfigError: The model cannot be scaled as `model.rope_scaling` says.
+    """
+    model_config = read_config(config.model.path if source is None else source)
+    scale_rope(model_config, config.model.rope_scaling)
+    return model_config
+
+
 def with_rows_for(
     config: Config, model_config: PretrainedConfig | None, *, on_cpu: bool | None = None
 ) -> Config:
@@ -71,7 +88,7 @@ def with_rows_for(
         model_config: The configuration of its model; None if it is unknown, as is then the limit of its rows.
         on_cpu: Whether a CPU computes; None leaves it to `train.device`.
     """
-    context = None if model_config is None else context_length(model_config)
+    context = None if model_config is None else row_range(model_config).longest
     return with_rows(config, context=context, on_cpu=is_on_cpu(config) if on_cpu is None else on_cpu)
 
 
@@ -88,7 +105,7 @@ def prepare_data(config: Config, *, folder: Path | None = None) -> dict[str, lis
     Raises:
         MegatrainError: `Packer.train` raises it, or there is no such model.
     """
-    model_config = read_config(config.model.path)
+    model_config = read_model_config(config)
     config = with_rows_for(config, model_config)
     packer = Packer(config, choose_tokenizer(config, None, model_config), model_config, folder)
     trained = packer.train()
@@ -147,7 +164,8 @@ class Packer:
             ConfigError: Sequences are longer than the model's context, the model would not keep documents
                 apart, there is no such attention, or chats have no chat template.
         """
-        check_seq_len(config.data.seq_len, context_length(model_config))
+        is_set = config.model.rope_scaling is not None
+        check_row(config.data.seq_len, row_range(model_config), is_set=is_set)
         if config.model.attn_implementation is not None:
             require_name(config.model.attn_implementation, compute_device(config.train.device).type)
             model_config._attn_implementation = config.model.attn_implementation
@@ -346,9 +364,13 @@ def choose_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the checkpoint's tokenizer, or the named one, or the model's, or train one.
 
-    It is given `model.new_tokens`, and the model's configuration is given as many words as it then needs.
+    It is given `model.new_tokens`, and the model's configuration is given as many words as it then needs. Of
+    a model whose positions are scaled, it takes texts as long as the model does.
     """
     tokenizer = _tokenizer(config, checkpoint, model_config)
+    longest = row_range(model_config).longest
+    if config.model.rope_scaling is not None and longest is not None:
+        tokenizer.model_max_length = max(tokenizer.model_max_length, longest)
     if config.model.new_tokens:
         if checkpoint is None:
             add_tokens(tokenizer, new_tokens(config.model.new_tokens))

@@ -27,11 +27,12 @@ from megatrain.hardware.health import MachineHealth
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.model.check import read_checked
 from megatrain.model.liger import uses_liger
+from megatrain.model.sequence.range import row_range
 from megatrain.model.weights.files import model_directory, read_processor
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes.devices import compute_device
 from megatrain.stream.optimizer import StreamedOptimizer
-from megatrain.train.adapters import base_of, check_base, write_adapter
+from megatrain.train.adapters import base_of, check_base, scaling_notes, write_adapter
 from megatrain.train.callbacks.calls import Callbacks
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.engine import engine_of_base, make_engine, untouched
@@ -262,13 +263,18 @@ def prepare(
         source = str(checkpoint) if checkpoint is not None and base is None else config.model.path
         caller.progress("reading the model's configuration, and checking its files")
         is_random = checkpoint is None and config.model.init == "random"
-        model_config, place = read_checked(source, has_weights=not is_random and point.committed is None)
+        model_config, place = read_checked(
+            source,
+            has_weights=not is_random and point.committed is None,
+            rope_scaling=config.model.rope_scaling,
+        )
         processor = {} if is_random or base is not None else read_processor(place or model_directory(source))
         caller.progress("reading and tokenising the data")
         day = None if earlier is None else earlier["data"].get("day")
         data = read_data(config, model_config, checkpoint=checkpoint, folder=caller.prepared, day=day)
         config, tokenizer, num_steps = data.config, data.tokenizer, data.num_steps
-        for line in data.packed.notes():
+        rows = row_range(model_config)
+        for line in (*data.packed.notes(), *rows.notes(config.data.seq_len), *scaling_notes(config)):
             show(line)
         packer = Packer(config, tokenizer, model_config, caller.prepared, data.packed.day)
         held_out = packer.evaluation(data.packed)

@@ -175,6 +175,16 @@ def test_a_run_that_goes_on_keeps_its_budget(saved: dict[str, Any], given: Any, 
     assert begun.train.activation_budget == found
 
 
+def test_a_run_that_goes_on_keeps_its_tiles() -> None:
+    def goes_on(now: Any, **then: Any) -> Any:
+        config = config_of(train={"tile_tokens": now})
+        return as_begun(config, {**SAVED, "train": {**SAVED["train"], **then}}).train.tile_tokens
+
+    assert goes_on(AUTO, tile_tokens=256) == 256
+    assert goes_on(512, tile_tokens=256) == 512
+    assert goes_on(AUTO) == AUTO
+
+
 def test_a_model_that_cannot_be_counted_is_compiled_with_all_of_it() -> None:
     """It is written down: a later version that counts the model would choose another one at a resume."""
     config = config_of(train={"micro_batch_size": 1, "tokens_per_step": 512}, data={"seq_len": 512})

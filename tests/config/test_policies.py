@@ -59,11 +59,11 @@ def test_boundaries_leave_the_device_where_a_layer_runs_again() -> None:
     assert not DROP_BOUNDARY.drops(0)
 
 
-def test_only_policies_that_keep_single_results_are_refused_to_compiled_layers() -> None:
+def test_only_policies_that_keep_products_are_refused_to_compiled_layers() -> None:
     refused = [policy for policy in POLICIES.values() if policy.compile_problem]
-    assert refused == [policy for policy in POLICIES.values() if policy.keeps_results]
+    assert refused == [policy for policy in POLICIES.values() if policy.reruns and policy.keeps_products]
     assert RECOMPUTE_CHEAP.compile_problem.startswith(
-        "activations=recompute_cheap keeps the results of single"
+        "activations=recompute_cheap keeps the results of matrix products"
     )
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainer
 
 import megatrain
 from megatrain.errors import CheckpointError, ConfigError
-from megatrain.hf import StreamingTrainer
+from megatrain.hf import MegatrainArguments, StreamingTrainer
+from megatrain.model.tiles.tiled import Tiled
 from tests.families import VOCAB_SIZE
 from tests.hf.setups import (
     arguments,
@@ -98,6 +99,36 @@ def test_clips_by_the_true_norm(tmp_path: Path) -> None:
     by_torch = plain(Trainer, tiny(), arguments(tmp_path / "torch", max_grad_norm=0.3, max_steps=1), **data)
     by_torch.train()
     assert norms[0] == pytest.approx(norms_of(by_torch)[0], rel=1e-6)
+
+
+def test_another_length_of_tiles_is_told_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trainer(tile_tokens: int | None, seed: int = 0) -> Any:
+        model = tiny(seed=seed)
+        made = StreamingTrainer(
+            model=model,
+            args=arguments(tmp_path / "run", save_strategy="steps", save_steps=2),
+            train_dataset=rows(),
+            megatrain=replace(planned(model), tile_tokens=tile_tokens),
+        )
+        assert isinstance(model.model.norm.__dict__.get("forward"), Tiled) is (tile_tokens is not None)
+        return made
+
+    whole = trainer(3)
+    whole.train()
+    saved = str(tmp_path / "run/checkpoint-2")
+    resumed = trainer(3, seed=9)
+    resumed.train(resume_from_checkpoint=saved)
+    assert not [record for record in caplog.records if "tile_tokens" in record.getMessage()]
+    assert_same_weights(dict(resumed.engine.named_masters()), dict(whole.engine.named_masters()))
+    trainer(None).train(resume_from_checkpoint=saved)
+    assert [record.getMessage() for record in caplog.records if "tile_tokens" in record.getMessage()] == [
+        f"{saved} was trained with tile_tokens=3, and goes on with 0: sums will round otherwise; "
+        "MegatrainArguments(tile_tokens=3) goes on to the same bits"
+    ]
+    with pytest.raises(ConfigError, match="a tile has at least 1 token"):
+        MegatrainArguments(tile_tokens=-1)
 
 
 class Interrupt(TrainerCallback):

@@ -6,6 +6,7 @@ device waits for; the time that it takes is measured by `benchmarks/training/eng
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -48,6 +49,8 @@ def count_calls(activations: str, precision: str, num_layers: int = NUM_LAYERS) 
 
     for step in range(3):  # the last one is like the one before it
         batches = make_batches(1, seed=step)
+        gc.collect()  # what other tests left behind is not finalised within the count
+        gc.disable()
         sys.setprofile(note if step == 2 else None)
         try:
             engine.forward_backward(batches)
@@ -55,6 +58,7 @@ def count_calls(activations: str, precision: str, num_layers: int = NUM_LAYERS) 
             engine.sync()
         finally:
             sys.setprofile(None)
+            gc.enable()
     engine.close()
     return num_calls
 

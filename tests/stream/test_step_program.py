@@ -353,7 +353,27 @@ PAST_A_PAGE = dict(
 )
 """Each tensor that waits on the drives begins at an aligned address, for which one takes a page more."""
 
-ROWS_OF_GRID = [*pairwise(), PAST_A_PAGE]
+KEPT_RESULTS = [
+    {**PAST_A_PAGE, "trained": "all", "place": "ram", "clips": True, "sums": "device", **each}
+    for each in (
+        {"activations": "keep_attention", "boundaries": "host", "rounds": (2, 2)},
+        {"activations": "keep_attention", "boundaries": "nvme", "rounds": (1, 3), "fragments": True},
+        {
+            "activations": ("keep_attention", "drop_boundary", "keep_attention"),
+            "boundaries": "host",
+            "rounds": (1, 3),
+            "precision": "fp32",
+        },
+        {
+            "activations": ("keep_attention", "drop_boundary", "recompute"),
+            "boundaries": "nvme",
+            "rounds": (3, 1),
+        },
+    )
+]
+"""What is kept for a recomputation waits where the input does, in the same copies."""
+
+ROWS_OF_GRID = [*pairwise(), PAST_A_PAGE, *KEPT_RESULTS]
 
 
 def name_of(row: Any) -> str:

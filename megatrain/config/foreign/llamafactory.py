@@ -41,7 +41,8 @@ _REASONS = {
     "resize_vocab": "embeddings are resized where model.new_tokens need it",
     "ref_model": "the reference is the model before the first step",
     "pref_ftx": "no loss of plain fine-tuning is added",
-    "rope_scaling": "a model's positions are as its config.json says",
+    "rope_scaling": "its factor is made of cutoff_len and the model's context there; set model.rope_scaling, "
+    "such as {rope_type: yarn, factor: 4}",
 }
 _TEXT, _TUNING = "pt", "sft"
 """LLaMA-Factory's stages that learn from texts, and from answers that nobody has judged."""

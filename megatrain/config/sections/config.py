@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from megatrain.config.adaptation import AS_STORED, Adaptation
 from megatrain.config.budgets import ALL
@@ -24,6 +25,7 @@ from megatrain.config.choice import (
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.config.optimizers.registry import DEFAULT, OPTIMIZERS, STATES, find
 from megatrain.config.policies import POLICIES
+from megatrain.config.rope import KIND, read_rope_scaling
 from megatrain.config.sections.data import DataConfig
 from megatrain.config.sections.eval import EvalConfig, eval_conflicts
 from megatrain.config.sections.log import LogConfig
@@ -48,8 +50,17 @@ from megatrain.config.types import (
     one_of,
     reads_as,
 )
+from megatrain.errors import ConfigError
 from megatrain.objective.objective import Objective
 from megatrain.objective.registry import OBJECTIVES
+
+
+def _rope_scaling(value: object) -> object:
+    """Check the mapping as a whole, so that one problem is reported once."""
+    try:
+        return None if value is None else read_rope_scaling(value)
+    except ConfigError as error:
+        raise PydanticCustomError("said", "{text}", {"text": str(error)}) from error
 
 
 class ModelConfig(Section):
@@ -70,6 +81,10 @@ class ModelConfig(Section):
     """Attention by its transformers name, such as `sdpa` or `eager`; `varlen` (accelerators) and
     `sdpa_by_document` (CPU) make no mask of packed rows. null = `varlen` on accelerators where it can be,
     else transformers chooses."""
+    rope_scaling: Annotated[dict[str, Any] | None, BeforeValidator(_rope_scaling), reads_as(KIND)] = None
+    """Scaling of the rotary embeddings, for rows beyond the model's context, with transformers' parameters:
+    `rope_type: yarn` or `linear`, and by how many times the context becomes longer (`factor`). It is written
+    into the model's `config.json`. null = as the model has it."""
     kernels: Literal["auto", "liger", "torch"] = "auto"
     """Kernels of norms, rotary embeddings and activations: `liger` takes those of the `gpu` extra, `torch`
     the model's own. `auto` = `torch`, until the others have been measured."""
@@ -147,7 +162,8 @@ class MemoryConfig(Section):
     """Device buffers of one block each. null = as planned: 2 or more overlap copies with compute."""
     activations: Annotated[str, one_of("auto", *POLICIES), Field(description=_ACTIVATIONS)] = "auto"
     boundaries: Annotated[str, one_of("auto", *BOUNDARIES)] = "auto"
-    """The place where inputs of recomputed layers wait for the backward. `nvme` = on the drives of
+    """The place where inputs of recomputed layers wait for the backward, and what
+    `keep_attention` keeps. `nvme` = on the drives of
     `memory.tiers`, where then also goes what `activations: offload` saves."""
     fragments: bool | Literal["auto"] = "auto"
     """Stream each layer in parts (attention; mlp or experts), through buffers as large as a part."""
@@ -317,6 +333,7 @@ class Config(Section):
             rows_each=self.rows_each,
             num_runs=self.parallel.shards or 1,
             sequence=self.parallel.sequence,
+            tile_tokens=None if self.train.tile_tokens == AUTO else self.train.tile_tokens,
         )
 
     @property

@@ -72,6 +72,11 @@ class TrainConfig(Section):
     """What compiled layers may keep for their backward, as a share of what they would; they compute the rest
     again, the cheapest first. `auto` = as planned; 1.0 where layers are not compiled. It changes the last
     bits of results, so it is chosen once, and a run that goes on keeps it."""
+    tile_tokens: OpenCount = AUTO
+    """Tokens of a tile: MLPs, norms and all else in a layer that computes each token by itself pass a longer
+    row tile by tile, forward and backward, so what is inside of them is in memory for one tile. Gradients of
+    weights add up over tiles in fp32, so it changes their last bits; a number of at least `data.seq_len`
+    passes rows whole. `auto` = 4,096 where rows are longer than 131,072 tokens, else whole rows."""
     freeze: Patterns = ()
     """Shell patterns of the names of parameters that are not trained, such as `["model.embed_tokens*"]`. They
     take 2 bytes each in bf16, and no gradient of theirs is made."""

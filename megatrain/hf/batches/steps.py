@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import ConfigError
+from megatrain.hf.batches.lengths import refuse_long
 from megatrain.hf.batches.metric_traces import Traces
 from megatrain.hf.ranks import ReadBatches
 from megatrain.model.torch_state import RandomState
@@ -96,9 +97,11 @@ class StepGroup:
                 calls put their results into `inputs`.
 
         Raises:
-            ConfigError: The ranks have read different batches, or hooks on gradients would see one twice.
+            ConfigError: The ranks have read different batches, a row is longer than the model takes, or hooks
+                on gradients would see one twice.
         """
         engine: Engine = trainer.engine
+        refuse_long(self._batches, engine.model)
         accelerator, number, traces = trainer.accelerator, trainer.state.global_step, Traces(trainer)
         hooked = engine.arrangement.binding.hooked
         if len(self.inputs) > len(self._batches) and hooked is not None:

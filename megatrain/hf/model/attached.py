@@ -12,6 +12,8 @@ from torch import nn
 from megatrain.errors import ConfigError
 from megatrain.hf.arguments import MegatrainArguments
 from megatrain.hf.optimizer import streamed
+from megatrain.model.sequence.range import RowRange, row_range
+from megatrain.model.sequence.scaling import scale_rope
 from megatrain.model.weights.skeleton import read_config
 from megatrain.stream.attach.attach import attach
 from megatrain.stream.attach.load import load
@@ -47,30 +49,35 @@ class Settings:
     num_passes_before: int
     ranks: Ranks | Alone
 
-    def of(self, config: PretrainedConfig) -> tuple[TrainingArguments, int | None, str, int, Ranks | Alone]:
+    def of(self, config: PretrainedConfig) -> tuple[TrainingArguments, RowRange, str, int, Ranks | Alone]:
         """Return the settings for a model of this configuration, as `MegatrainArguments` takes them."""
-        context = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return self.args, context, self.precision, self.num_passes_before, self.ranks
+        return self.args, row_range(config), self.precision, self.num_passes_before, self.ranks
 
 
 def load_path(path: str, asked: MegatrainArguments, settings: Settings) -> PreTrainedModel:
     """Load a model straight into host memory.
 
     Raises:
-        ConfigError: `model_init_kwargs` ask for something that this loader does not do.
+        ConfigError: `model_init_kwargs` ask for something that this loader does not do, or rows are longer
+            than the model takes.
         ModelError: `megatrain.load` raises it.
     """
     kwargs = dict(getattr(settings.args, "model_init_kwargs", None) or {})
     attention = kwargs.pop("attn_implementation", None)
     kwargs.pop("dtype", None)  # `precision_of` has read it
     if kwargs:
+        scaled = {"rope_scaling", "rope_parameters"} & kwargs.keys()
+        way = "MegatrainArguments(rope_scaling=...)" if scaled else "a model in place of its path"
         raise ConfigError(
             f"model_init_kwargs has {', '.join(sorted(kwargs))}, which megatrain.load does not take; "
-            "pass a model in place of its path"
+            f"pass {way}"
         )
-    given = asked.attach_settings(*settings.of(read_config(path)))
+    config = read_config(path)
+    scale_rope(config, asked.rope_scaling)
+    given = asked.attach_settings(*settings.of(config))
     given = {name: given[name] for name in _OF_LOADING}
-    return load(path, asked.choice, attn_implementation=attention, **given).train()
+    scaling = asked.rope_scaling
+    return load(path, asked.choice, attn_implementation=attention, rope_scaling=scaling, **given).train()
 
 
 def attached(model: Any, asked: MegatrainArguments, settings: Settings) -> Engine:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SHARDS = "megatrain.json"
+_SUMS = "megatrain.json"
 """The file of a checkpoint that says into how many runs its steps were cut."""
 
 
@@ -75,14 +75,17 @@ class Checkpoints:
 
     def __init__(self, engine: Engine, ranks: Ranks | Alone, num_runs: int) -> None:
         """Keep the state of `engine`, which ranks share, with the number of runs of all their steps."""
-        self._engine, self._ranks, self._num_runs = engine, ranks, num_runs
+        self._engine, self._ranks = engine, ranks
+        batch = engine.arrangement.binding.job.batch
+        self._sums = {"shards": num_runs, "tile_tokens": 0 if batch is None else batch.tile}
+        """What decides how sums round, as arguments."""
 
     def write(self, directory: Path) -> None:
         """Write the state into a checkpoint; with several ranks, the first one does."""
         if self._ranks.rank == 0:
             remove_state(directory)  # left by an earlier run, whose directory Trainer overwrites
             write_state(self._engine, directory)
-            (directory / _SHARDS).write_text(json.dumps({"shards": self._num_runs}))
+            (directory / _SUMS).write_text(json.dumps(self._sums))
         elif self._engine.host.is_read_by_all:
             lend_state(self._engine)
 
@@ -116,25 +119,28 @@ class Checkpoints:
                     "begin a new run from its weights, or resume it with the plain trainer"
                 )
             return
-        self._warn_of_shards(checkpoint)
+        self._warn_of_sums(checkpoint)
         self._engine.settle()
         with self._in_turn() as reads:
             read_state(self._engine.host, checkpoint, reads=reads)
             self._engine.weights_changed()
 
-    def _warn_of_shards(self, checkpoint: Path) -> None:
+    def _warn_of_sums(self, checkpoint: Path) -> None:
         """Warn that a resumed run adds up in other sums than before."""
-        place = checkpoint / _SHARDS
-        saved = json.loads(place.read_text())["shards"] if place.exists() else 1
-        if saved != self._num_runs:
-            _log.warning(
-                "%s was trained with %s shards, and goes on with %s: sums will round otherwise; "
-                "MegatrainArguments(shards=%s) goes on to the same bits",
-                checkpoint,
-                saved,
-                self._num_runs,
-                saved,
-            )
+        place = checkpoint / _SUMS
+        saved = {"shards": 1, "tile_tokens": 0} | (json.loads(place.read_text()) if place.exists() else {})
+        for name, now in self._sums.items():
+            if saved[name] != now:
+                _log.warning(
+                    "%s was trained with %s=%s, and goes on with %s: sums will round otherwise; "
+                    "MegatrainArguments(%s=%s) goes on to the same bits",
+                    checkpoint,
+                    name,
+                    saved[name],
+                    now,
+                    name,
+                    saved[name],
+                )
 
     @contextmanager
     def _in_turn(self) -> Iterator[bool]:

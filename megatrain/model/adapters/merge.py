@@ -7,7 +7,7 @@ is added to it in fp32 by PEFT's own code, and it is written in the type that it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from megatrain.files import write_bytes_durably
 from megatrain.model.adapters.adapt import add_adapters, read_adapter, saved_config, saved_vocabulary
 from megatrain.model.adapters.files import CONFIG_NAME, is_adapter
 from megatrain.model.blocks import find_blocks
+from megatrain.model.sequence.scaling import scale_rope
 from megatrain.model.vocabulary import grow
 from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.files import PlannedWeights, model_directory, read_processor
@@ -33,13 +34,16 @@ if TYPE_CHECKING:
 _BASE = ".base_layer"
 
 
-def write_model_of(source: Path, out: Path, *, max_shard_bytes: int) -> None:
+def write_model_of(
+    source: Path, out: Path, *, max_shard_bytes: int, rope_scaling: Mapping[str, Any] | None = None
+) -> None:
     """Write what a directory holds as a model directory: its model, or its adapters merged into their base.
 
     Args:
         source: A model directory, or one with adapters, whose base is where it says.
         out: A directory without a model.
         max_shard_bytes: Size from which the weights are split into several files.
+        rope_scaling: The scaling of rotary embeddings with which the model was trained, as in `scale_rope`.
 
     Raises:
         ModelError: The base or the adapters cannot be read, or do not fit together.
@@ -49,7 +53,9 @@ def write_model_of(source: Path, out: Path, *, max_shard_bytes: int) -> None:
     if config is not None and not config.base_model_name_or_path:
         raise ModelError(f"{source}: {CONFIG_NAME} names no base (base_model_name_or_path); write it there")
     place = model_directory(source if config is None else config.base_model_name_or_path)
-    model = build_skeleton(read_config(place), dtype=torch.float32)
+    model_config = read_config(place)
+    scale_rope(model_config, rope_scaling)
+    model = build_skeleton(model_config, dtype=torch.float32)
     weights = PlannedWeights(model, place)
     if config is not None:
         grow(model, saved_vocabulary(model, source))

@@ -13,7 +13,7 @@ Source: `transformers.integrations.moe`, whose `grouped_mm_experts_forward` a ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,20 +77,26 @@ def experts_of(layer: nn.Module, *, implementation: str = IMPLEMENTATION) -> Exp
     return found[0] if len(found) == 1 else None
 
 
-def part_to_compile(layer: nn.Module, experts: Experts) -> nn.Module | None:
-    """Return the largest part of a layer beside its experts, such as its attention; None: there is none.
+def part_to_compile(layer: nn.Module, apart: Collection[nn.Module]) -> nn.Module | None:
+    """Return the largest part of a layer with none of some modules in it, such as its attention, if any.
 
-    The layer as a whole is no graph: it gives way to other micro-batches in the middle.
+    The layer as a whole is no graph where modules of it run in a way of their own, such as experts that give
+    way to other micro-batches in the middle.
     """
-    others = [child for child in layer.children() if experts.module not in child.modules()]
+    others = [child for child in layer.children() if not any(each in apart for each in child.modules())]
     sizes = [sum(parameter.numel() for parameter in child.parameters()) for child in others]
     return others[sizes.index(max(sizes))] if any(sizes) else None
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module has the matrices of all experts, for transformers' interface."""
+    return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
 
 
 def _experts(layer: nn.Module) -> Iterator[Experts]:
     module: Any
     for name, module in layer.named_modules():
-        if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed"):
+        if not are_experts(module):
             continue
         matrices = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
         is_plain = not (module._is_expert_parallel or module.has_post_expert_norm)
@@ -202,7 +208,7 @@ class _Watch:
         if self._has_passed:
             self._saves = True
             self._saves_output |= tensor.is_floating_point() and bool(tensor.isnan().any())
-        return tensor
+        return tensor.detach()  # a node that saved its own output would never be freed
 
 
 class _Reads(TorchFunctionMode):

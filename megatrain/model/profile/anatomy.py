@@ -197,6 +197,11 @@ class Layer:
     kept_sizes: tuple[int, ...] = ()
     """The bytes of each tensor, of those in `saved_bytes`, that flows into experts which came apart: it waits
     where the layer's input does. Indices are not among them, which stay on the device."""
+    results_room_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The part of `saved_bytes`, by policy, that is results of operations which wait where the layer's input
+    does (`Policy.moves_results`): the room that they take there."""
+    results_copied_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of these that are copied."""
     beside_bytes: int = 0
     """The bytes of small weights beside such experts, copies of which all micro-batches share."""
     waiting_forward_bytes: int = 0

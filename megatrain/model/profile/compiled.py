@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatrain.config.budgets import BUDGETS
+from megatrain.config.budgets import ALL, BUDGETS
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
 from megatrain.model.caches import with_own_caches
@@ -28,6 +28,7 @@ from megatrain.model.profile.anatomy import CompiledKeep, Cost
 from megatrain.model.profile.metering import flops_of
 from megatrain.model.profile.rows import Rows
 from megatrain.model.profile.tracing import FakeBlock, LayerCall
+from megatrain.model.selective import keep_from_budget
 
 MOST_OPERATIONS = 300
 """Operations of a layer's forward, beyond which its graph, an unrolled loop, is not worth a count."""
@@ -118,6 +119,8 @@ def _parts(graph: Any, budget: float) -> tuple[list[Node], Any]:
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    if budget != ALL:
+        keep_from_budget(graph.graph)
     with config.patch(activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(
             graph, [], num_fwd_outputs=1, compiler="inductor"

@@ -131,6 +131,7 @@ def count_model(
     device_type: str = "accelerator",
     sequence: int = 1,
     compiles: bool = False,
+    tile: int = 0,
 ) -> Anatomy:
     """Count what a model costs that exists, with its adapters and frozen parameters.
 
@@ -144,6 +145,7 @@ def count_model(
         skeleton = skeleton_of(model)
         counter = Counter(skeleton, micro_batch_size=micro_batch_size, seq_len=seq_len, precision=precision)
         counter.sequence, counter.compiles, counter.loss = sequence, compiles, "given"
+        counter.tile(tile)
         return _count(counter, head_chunk_tokens, device_type)
     except MegatrainError:
         raise

@@ -48,6 +48,7 @@ from megatrain.model.sequence.attention import rows_shared
 from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
+from megatrain.model.tiles.position_wise import tile
 from megatrain.model.weights.kept_by_config import keep_as_planned
 from megatrain.model.weights.skeleton import build_skeleton
 
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
         the row. Attention without a mask computes no more."""
         sequence: int
         """The number of ranks that share out the tokens of every row; what one computes is counted."""
+        tile: int
+        """The tokens of a tile in which position-wise modules pass rows; 0: they pass whole."""
         compiles: bool
         """Whether to count what compiled layers keep, too."""
         loss: LossKind
@@ -143,6 +146,8 @@ class Counter:
         self.sequence = 1
         self.compiles = False
         """What compiled layers keep is counted too."""
+        self._is_tiled = False
+        """Parts of layers run in tiles, so that no layer is compiled as a whole."""
         self.loss: LossKind = "plain"
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
@@ -201,7 +206,14 @@ class Counter:
         counter.is_packed = model.get("is_packed", False)
         counter.document_len = model.get("document_len")
         counter.compiles, counter.loss = model.get("compiles", False), model.get("loss", "plain")
+        counter.tile(model.get("tile", 0))
         return counter
+
+    def tile(self, tokens: int) -> None:
+        """Let position-wise modules pass rows in tiles of so many tokens; 0: they pass whole."""
+        if tokens:
+            tile(self.model, self.layers, tokens)
+            self._is_tiled = True
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
         """Let a prime number of rows run, of which all tensors are that are made of rows, and no others.
@@ -300,7 +312,7 @@ class Counter:
                         document_len=self.document_len,
                         shares=self.sequence > 1,
                     )
-            if self.compiles and self.sequence == 1:
+            if self.compiles and self.sequence == 1 and not self._is_tiled:
                 self._count_compiled(found)
         return found
 
@@ -375,6 +387,8 @@ def _layer(fragments: tuple[Fragment, ...], traces: Traces, run: int) -> Layer:
         route_bytes=traces[RECOMPUTE.name].route_bytes,
         rerun_peak_bytes=traces[RECOMPUTE.name].forward_peak_bytes - traces[RECOMPUTE.name].saved_bytes,
         compiled=keep.compiled,
+        results_room_bytes={p: t.results_room_bytes for p, t in every.items()},
+        results_copied_bytes={p: t.results_copied_bytes for p, t in every.items()},
     )
 
 

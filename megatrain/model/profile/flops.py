@@ -20,6 +20,7 @@ from torch import nn
 
 from megatrain.config.policies import Policy
 from megatrain.errors import warn_once
+from megatrain.model.attention_results import is_softmax_attention
 from megatrain.model.blocks import is_beside
 from megatrain.model.layer_configs import layer_config, layer_configs
 from megatrain.model.weights.parts import beside_text
@@ -213,7 +214,7 @@ def counts_all_experts(model: PreTrainedModel) -> bool:
 
 def _attention(layer: nn.Module, config: PretrainedConfig, number: int) -> Attention | None:
     """Return a layer's attention, None if its tokens mix by other means (Mamba, linear attention)."""
-    found = next((module for module in layer.modules() if _is_attention(module)), None)
+    found = next((module for module in layer.modules() if is_softmax_attention(module)), None)
     if found is None:
         return None
     number = getattr(found, "layer_idx", number)
@@ -237,10 +238,3 @@ def _attention(layer: nn.Module, config: PretrainedConfig, number: int) -> Atten
 
 def _is_local(kind: str) -> bool:
     return "sliding" in kind or "chunked" in kind
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Whether a module is softmax attention, as transformers names it: LlamaAttention, GPT2Attention, ..."""
-    name = type(module).__name__
-    is_linear = any(word in name for word in ("Linear", "Lightning", "Gated"))
-    return name.endswith("Attention") and not is_linear

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from megatrain.layout import pools
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES, OFFLOAD_ALIGNMENT
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import Rows
+from megatrain.model.sequence.positions import shared_tensors
 
 
 class SavedTensors:
@@ -22,8 +23,13 @@ class SavedTensors:
         """Hold nothing yet; `weights` are the storages of the layer's weights, which stay where they are."""
         self._sizes = meter.rows
         self._weights = set(weights)
+        self._shared: set[int] = set()
         self._before = meter.storages()
         self._held: list[weakref.ref[Tensor]] = []
+
+    def share(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Let what all layers are given stay where it is, as `shared_tensors` finds it."""
+        self._shared = {tensor.untyped_storage()._cdata for tensor in shared_tensors(args, kwargs)}
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Keep a saved tensor."""
@@ -63,6 +69,7 @@ class SavedTensors:
             and tensor.numel() > 0
             and rows.one(storage.nbytes()) >= LEAST_OFFLOADED_BYTES
             and storage._cdata not in self._weights
+            and storage._cdata not in self._shared
         )
 
 

@@ -28,7 +28,7 @@ from megatrain.model.profile.anatomy import CompiledKeep, Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
 from megatrain.model.profile.saved import SavedTensors
-from megatrain.model.selective import keeping
+from megatrain.model.selective import Here, keeping
 
 Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]
 """A function that is given the gradients of a block's weights."""
@@ -205,6 +205,10 @@ class Trace:
     """Saved bytes that `offload` leaves on the device."""
     route_bytes: int = 0
     """Bytes of what its routers have chosen, where they are kept: `saved_bytes` counts them too."""
+    results_room_bytes: int = 0
+    """The part of `saved_bytes` that is results which wait where the layer's input does: the room there."""
+    results_copied_bytes: int = 0
+    """The same bytes without what aligns them."""
     compiled: tuple[CompiledKeep, ...] = ()
     """What stays of the layer where it is compiled, of `keep`; None: it is not known."""
     beside: Trace | None = None
@@ -249,6 +253,8 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, me
     trace.saved_bytes = meter.settle() - base
     trace.holds_input = not held.expired()
     trace.route_bytes = meter.bytes_of(routes.kept)
+    if policy.moves_results:
+        trace.results_room_bytes, trace.results_copied_bytes, _ = saved.offloaded()
     if not policy.reruns:
         trace.offloaded_bytes, trace.offload_copied_bytes, own_bytes = saved.offloaded()
         trace.offload_left_bytes = trace.saved_bytes - own_bytes
@@ -280,9 +286,13 @@ class _Peak:
 def _run(call: LayerCall, hidden: Tensor, policy: Policy, entered: _Entered, saved: SavedTensors) -> Any:
     args, kwargs = call.given(hidden)
     if not policy.reruns:
+        saved.share(args, kwargs)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held):
             return entered.run(args, kwargs)
-    options: dict[str, Any] = {"context_fn": keeping(policy)} if policy.keeps_results else {}
+    options: dict[str, Any] = {}
+    if policy.keeps_results:
+        save = (lambda tensor: Here.of(tensor, saved.pack)) if policy.moves_results else None
+        options["context_fn"] = keeping(policy, save)
     return checkpoint(
         lambda _, *args, **kwargs: entered.run(args, kwargs),
         torch.empty(0),

@@ -209,7 +209,7 @@ class DevicePeaks:
         rest = saved - boundary + self._routes_beside(number)
         if self._is_source(number) and not boundary:
             boundary = layer.boundary_bytes
-        if run.is_boundary_on_host:  # and with it what flows into experts that come apart
+        if run.is_boundary_on_host:  # and with it kept results, and what flows into experts that come apart
             return 0, rest - (run.leaving_bytes - layer.boundary_bytes)
         return boundary, rest
 
@@ -376,8 +376,8 @@ class DevicePeaks:
         while self._runs[number].is_dropped:
             nbytes += self._m * self._layers[number].boundary_bytes
             number -= 1
-        if self._runs[number].is_boundary_on_host:
-            nbytes += self._m * self._layers[number].boundary_bytes
+        if self._runs[number].is_boundary_on_host:  # it comes back with what waits beside it
+            nbytes += self._m * self._runs[number].leaving_bytes
         return nbytes
 
     def _remaking(self, number: int) -> DevicePeak:

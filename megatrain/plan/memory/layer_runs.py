@@ -21,7 +21,8 @@ class LayerRun:
     is_dropped: bool = False
     """Its boundary is made again by the layers before."""
     is_boundary_on_host: bool = False
-    """Its boundary leaves the device: not the last one's, nor a small one."""
+    """Its boundary leaves the device, with what else is kept for its recomputation and waits there: not the
+    last one's, nor a small one."""
     leaving_bytes: int = 0
     """Copied to the host, and back."""
     host_bytes: int = 0
@@ -66,5 +67,8 @@ def _run(layer: Layer, choice: Choice, number: int, *, is_last: bool) -> LayerRu
     kept = [nbytes for nbytes in layer.kept_sizes if nbytes >= LEAST_OFFLOADED_BYTES]
     sizes = [layer.boundary_bytes, *kept]
     return LayerRun(
-        policy, is_boundary_on_host=True, leaving_bytes=sum(sizes), host_bytes=pools.saved_visit(sizes)
+        policy,
+        is_boundary_on_host=True,
+        leaving_bytes=sum(sizes) + layer.results_copied_bytes.get(policy.name, 0),
+        host_bytes=pools.saved_visit(sizes) + layer.results_room_bytes.get(policy.name, 0),
     )

@@ -47,6 +47,7 @@ class Recomputation:
         *,
         bring: Callable[[], Arguments] | None = None,
         contexts: Contexts | None = None,
+        note_saved: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Prepare a call of `run`.
 
@@ -57,12 +58,14 @@ class Recomputation:
             bring: The function that returns the arguments by position for the second run; None: those of the
                 first are kept.
             contexts: The contexts in which it runs, and in which it runs again.
+            note_saved: The function that is told of each tensor that autograd saves in the first run.
         """
         self._name = name
         self._run = run
         self._device = device
         self._bring = bring
         self._contexts: Contexts = contexts or (nullcontext(), nullcontext())
+        self._note_saved = note_saved
         self._dropped: list[tuple[weakref.ref[_Dropped], torch.Size, torch.dtype]] = []
         self._num_made = 0
         self._is_first_run = False
@@ -83,6 +86,8 @@ class Recomputation:
             self._is_first_run = False
 
     def _drop(self, tensor: Tensor) -> _Dropped:
+        if self._note_saved is not None:
+            self._note_saved(tensor)
         dropped = _Dropped()
         self._dropped.append((weakref.ref(dropped), tensor.shape, tensor.dtype))
         return dropped

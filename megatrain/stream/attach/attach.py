@@ -19,6 +19,7 @@ from megatrain.hardware.determinism import set_environment
 from megatrain.hardware.environment import warn_of_unset
 from megatrain.model.blocks import find_blocks
 from megatrain.model.sequence.check import refuse_config, refuse_model
+from megatrain.model.sequence.range import OF_LOAD, check_row, row_range
 from megatrain.model.torch_state import RandomState
 from megatrain.store.placement import Tiers
 from megatrain.stream.attach.bind import bind, plan_layouts
@@ -28,6 +29,7 @@ from megatrain.stream.choice_checks import (
     check_runs,
     refuse_on_drives,
     require_drives,
+    say_what_runs_twice,
     uncompiled,
 )
 from megatrain.stream.engine import Engine
@@ -113,7 +115,8 @@ def attach(
     Raises:
         ModelError: The model cannot be streamed exactly.
         CapacityError: The state does not fit into host or device memory; nothing was allocated.
-        ConfigError: An unknown keyword, a value out of range, or two that exclude each other.
+        ConfigError: An unknown keyword, a value out of range, two that exclude each other, or rows of `batch`
+            that are longer than the model takes.
     """
     settings = {name: value for name, value in locals().items() if name not in ("model", "fields")}
     settings["choice"] = choice = read_choice(choice, fields)
@@ -128,6 +131,8 @@ def attach(
             "the choice puts planes on drives (tiers), but there are no drives; give attach "
             "tiers=megatrain.Tiers(nvme=[DIRECTORY, ...])"
         )
+    if batch is not None:
+        check_row(batch.seq_len, row_range(model.config), named="batch.seq_len {seq_len}", extends=OF_LOAD)
     sequence = 1 if batch is None else batch.sequence
     if sequence > 1:
         refuse_config(model.config, sequence)
@@ -164,6 +169,7 @@ def attach(
     blocks = find_blocks(model, **choice.split)
     check_choice(choice, blocks, compiles=compiles)
     check_runs(choice, job.runs.number)
+    say_what_runs_twice(model, choice, lanes.device, job.precision)
     say_how(compile, lanes.device, compiles=compiles, budget=activation_budget)
     residents = residents_of(choice, blocks)
     layouts = plan_layouts(model, blocks, job.precision)

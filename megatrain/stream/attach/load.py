@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from megatrain.model.adapters.files import is_adapter
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.documents.able import implementation_of
+from megatrain.model.sequence.range import OF_LOAD, check_row, row_range
+from megatrain.model.sequence.scaling import require_scaled, scale_rope
 from megatrain.model.vocabulary import grow, rows_of
 from megatrain.model.weights.encoding import Region, WeightEncoding
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
@@ -68,6 +71,7 @@ def load(
     adaptation: Adaptation | None = None,
     adapter: str | Path | None = None,
     vocab_size: int | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
@@ -100,6 +104,9 @@ def load(
         vocab_size: The number of rows of the embedding and the head, if the model has fewer: those for new
             tokens begin as the mean of the others. None: as many as the model has, or the embedding that was
             trained with the adapters.
+        rope_scaling: The scaling of rotary embeddings, for rows beyond the model's context, with the
+            parameters that transformers has for `yarn` and `linear`: `{"rope_type": "yarn", "factor": 4}`.
+            The model's configuration has it from then on. None: they are as the configuration says.
         ranks: The ranks that train together, as in `attach`: the first one of each node reads the weights
             into the state of its node.
         **fields: The fields of `Choice` by name.
@@ -110,8 +117,9 @@ def load(
     Raises:
         ModelError: The directory or the configuration cannot be used, with the reason.
         CapacityError: The state does not fit into host memory; nothing was allocated.
-        ConfigError: Neither or both of `path` and `config`, an unknown precision or keyword, or a base that
-            cannot be kept as it is stored.
+        ConfigError: Neither or both of `path` and `config`, an unknown precision or keyword, a base that
+            cannot be kept as it is stored, a scaling that the model cannot have, or rows of `batch` that are
+            longer than it takes.
     """
     choice = read_choice(choice, fields)
     if (path is None) == (config is None):
@@ -141,9 +149,18 @@ def load(
     if config is None or (path is None and adaptation is not None and adaptation.lora is not None):
         raise ConfigError("adapters need a base with weights; give load the path of one")
     refuse_encoder(config)
+    if rope_scaling is not None:
+        config = copy.deepcopy(config)
+        scale_rope(config, rope_scaling)
+    if batch is not None:
+        is_set = rope_scaling is not None
+        check_row(
+            batch.seq_len, row_range(config), named="batch.seq_len {seq_len}", extends=OF_LOAD, is_set=is_set
+        )
     dtype = torch.float32 if job.precision is Precision.FP32 else torch.bfloat16
     attention = implementation_of(config, attn_implementation, dtype)
     model = build_skeleton(config, dtype=dtype, attn_implementation=attention)
+    require_scaled(model, rope_scaling)
     resumes = job.tiers is not None and job.tiers.resumes
     has_files = path is not None and (not resumes or has_weights(path))
     weights = PlannedWeights(model, path) if path is not None and has_files else None

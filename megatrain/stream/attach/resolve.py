@@ -15,13 +15,14 @@ from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO, Choice
 from megatrain.config.defaults import default_batch
 from megatrain.config.plan import Plan
-from megatrain.data.context import context_length
+from megatrain.config.tiles import tile_of
 from megatrain.distributed.alone import ALONE
 from megatrain.errors import CapacityError, ModelError
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_model
+from megatrain.model.sequence.range import row_range
 from megatrain.model.weights.kept import host_bytes_of
 from megatrain.plan.search.conservative import conservative
 from megatrain.plan.search.planner import make_plan
@@ -81,7 +82,7 @@ def resolve(model: PreTrainedModel, choice: Choice, given: Conditions) -> tuple[
         return choice, 0
     choice = _as_held(model, choice, given)
     spec = machine_of(given.lanes, given.job.precision.value, num_drives=given.num_drives)
-    usual = default_batch(context_length(model.config), on_cpu=spec.is_cpu)
+    usual = default_batch(row_range(model.config).longest, on_cpu=spec.is_cpu)
     is_given, job = given.job.batch is not None, replace(given.job, batch=given.job.batch or usual)
     given = replace(given, job=job)
     count = partial(_count, model, choice, given, "accelerator" if spec.has_accelerator else "cpu")
@@ -122,9 +123,10 @@ def _count(
         "precision": given.job.precision.value,
         "sequence": given.job.batch.sequence,
         "compiles": given.compiles,
-    }
+    } | changes
+    shape["tile"] = tile_of(shape["seq_len"], given.job.batch.tile_tokens)
     chunk = choice.given.get("head_chunk_tokens")
-    return count_model(model, **{**shape, **changes}, head_chunk_tokens=chunk, device_type=device_type)
+    return count_model(model, **shape, head_chunk_tokens=chunk, device_type=device_type)
 
 
 def _request(choice: Choice, given: Conditions, anatomy: Anatomy, spec: HardwareSpec) -> Request:

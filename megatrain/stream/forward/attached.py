@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.policies import Policy
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, warn_once
 from megatrain.layout.blocks import BlockLayout
+from megatrain.model.attention_results import attends, runs_twice
 from megatrain.model.blocks import Block, group_layers, outer_of
 from megatrain.model.experts.apart import experts_of
 from megatrain.model.experts.products import Factors
 from megatrain.model.experts.routes import Count, Router, Routes, routers_of
 from megatrain.model.places import Place
+from megatrain.model.selective import KeptResults
 from megatrain.model.sequence.attention import SharedRows, rows_shared
 from megatrain.model.weights.kept import give_values
 from megatrain.store.digests import note_weights
@@ -33,6 +36,8 @@ from megatrain.stream.job.job import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 _VALUES = "the values of weights that are kept as stored (lora.base) take"
 
@@ -251,6 +256,7 @@ class AttachedLayer:
         self.is_behind_experts = bool(self.chunks) and len(blocks) > 1 + len(self._parts)
         """Whether a block of it runs behind its experts."""
         self._around_experts = [] if self.experts is None else _around(module, self.experts.module)
+        self._attends = attends(module)
 
     def arrange(
         self, executor: Executor, offloaded: OffloadedActivations, policy: Policy, boundaries: Boundaries
@@ -258,6 +264,11 @@ class AttachedLayer:
         """Let the layer run through `executor`, under `policy`."""
         self.executor, self.offloaded = executor, offloaded
         self.policy, self.boundaries = policy, boundaries
+
+    def look_at(self, results: KeptResults) -> None:
+        """Say, once, if attention runs twice under a policy that is to keep what it returns."""
+        if results.policy.keeps_attention_alone and self._attends and not results.num_attention:
+            warn_once(_log, runs_twice(type(self.module).__name__, results.policy.name))
 
     def routes(self) -> Routes | None:
         """Return what takes note of the choices of its routers in one visit; None: nobody needs them."""

@@ -9,6 +9,7 @@ uncompiled, and one warning says why. A call and its recomputation always run th
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import time
@@ -27,6 +28,7 @@ from megatrain.errors import ModelError
 from megatrain.hardware.accelerators import missing_compiler, vendor_of
 from megatrain.model.experts.routes import Router, routers_of, watched
 from megatrain.model.places import Place, swapped
+from megatrain.model.selective import inside_compiled, keep_from_budget
 from megatrain.stream.forward.compiled_calls import aside, differentiable, kind_of, state_of, without_caches
 from megatrain.stream.forward.compiled_routes import Lines, ask_visits, lines_of
 from megatrain.stream.forward.structure import Fingerprint, IndexWasRead, NotShareable, Template, places_of
@@ -231,7 +233,9 @@ class Compiler:
             from torch._inductor.compile_fx import compile_fx
 
             # Without it kernels are chosen by timing them, and the same run may round differently tomorrow.
-            patches = {"deterministic": True}
+            patches: dict[str, Any] = {"deterministic": True}
+            if self._budget != ALL:
+                patches["joint_custom_post_pass"] = attention_kept()
             with torch._functorch.config.patch(activation_memory_budget=self._budget):
                 return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[return-value]
         from torch._dynamo.backends.registry import lookup_backend
@@ -347,7 +351,8 @@ class _Runner:
     def _run(structure: Structure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert structure.run is not None
         try:
-            return structure.run(*args, **kwargs)
+            with inside_compiled():
+                return structure.run(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise ModelError(
                 f"torch.compile failed in a block of {structure.name} that it compiled before "
@@ -367,6 +372,21 @@ class _Runner:
         self._structure = self._compiler.structure_of(module, self._fingerprint, with_index=with_index)
         self._structure.blocks.add(id(module))
         self._places = list(places_of(module))
+
+
+@functools.cache
+def attention_kept() -> Any:
+    """Return inductor's form of `keep_from_budget`."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            keep_from_budget(graph)
+
+        def uuid(self) -> str:
+            return "megatrain: attention is kept from budgets"
+
+    return Pass()
 
 
 @contextmanager

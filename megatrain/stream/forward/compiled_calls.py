@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 
 from megatrain.model.experts.routes import unnoticed
 from megatrain.model.places import swapped
+from megatrain.model.selective import kept_by_none
 from megatrain.stream.forward.structure import Template
 
 
@@ -78,6 +79,7 @@ def aside(
     with (
         torch.random.fork_rng(devices=accelerators),
         unnoticed(),
+        kept_by_none(),
         torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
         swapped(template.places, [put[id(tensor)] for tensor in tensors]),
     ):

@@ -26,7 +26,9 @@ from megatrain.model.caches import with_own_caches
 from megatrain.model.experts.products import Routed, beside_of
 from megatrain.model.experts.routes import Routes, watched
 from megatrain.model.places import Place, exchange
-from megatrain.model.selective import keeping
+from megatrain.model.selective import KeptResults
+from megatrain.model.sequence.positions import shared_tensors
+from megatrain.stream.activations.kept_results import saving
 from megatrain.stream.activations.recompute import Contexts, Recomputation
 from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.execute.block_visit import BlockVisit
@@ -78,6 +80,8 @@ class LayerVisit:
         """Those that are on the device again, for their backward."""
         self.addresses = range(0)
         """Of the fragment's place that is open in the first run, or was last."""
+        self._shared: frozenset[int] = frozenset()
+        """The addresses of what all layers are given, such as rotary tables, where saved tensors leave."""
         self.experts: ExpertsCall | None = None
         """The call of the layer's experts, where these come apart."""
         self._has_run = False
@@ -92,28 +96,41 @@ class LayerVisit:
         current.note(layer)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
         routes = layer.routes()
-        packed = call = None
+        packed = call = results = None
         if boundaries.packs or policy.is_offloaded:
             self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
+        if policy.keeps_results:
+            moves = policy.moves_results and boundaries.are_on_host
+            results = KeptResults(policy, saving(layer.offloaded, self._key) if moves else None)
         if boundaries.packs:
             packed = boundaries.pack(
                 args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
             )
-            again = partial(self._run_again, routes)
+            again = partial(self._run_again, routes, results)
             call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=again)
         kept: AbstractContextManager[object]
         if policy.reruns:
             bring = None if packed is None else partial(boundaries.bring, packed)
-            contexts = _contexts(policy, routes)
-            recomputation = Recomputation(layer.name, self._run, device, bring=bring, contexts=contexts)
+            recomputation = Recomputation(
+                layer.name,
+                self._run,
+                device,
+                bring=bring,
+                contexts=_contexts(results, routes),
+                note_saved=None if results is None else results.note_saved,
+            )
             kept = recomputation.first_run(args, kwargs)
         else:
             _refuse_autocast(layer, policy, device)
+            if policy.is_offloaded:
+                self._shared = frozenset(map(_address, shared_tensors(args, kwargs)))
             kept = saved_tensors_hooks(self._pack, self._unpack)
             if routes is not None:
                 kept = _together(routes.running(), kept)
         with kept:
             result = self._run(*args, **kwargs)
+        if results is not None:
+            layer.look_at(results)
         current.last_call.note(call, result)
         return result
 
@@ -133,9 +150,15 @@ class LayerVisit:
             entry.waits = False
             entry.open_backward()
 
-    def _run_again(self, routes: Routes | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_again(
+        self,
+        routes: Routes | None,
+        results: KeptResults | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Run the layer once more, for the boundary of the next one."""
-        with _running(routes):
+        with _running(routes), nullcontext() if results is None else results.run_between():
             return LayerVisit(self.layer, self.current)._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +184,7 @@ class LayerVisit:
             place = self.entries[number].place
             if place is not None:
                 return SavedWeight.of(tensor, place, number)
-        if self.layer.policy.is_offloaded:
+        if self.layer.policy.is_offloaded and _address(tensor) not in self._shared:
             return self.layer.offloaded.save(tensor, self._key)
         # a node that saved its own output, graph and all, would never be freed
         return tensor.detach() if tensor.requires_grad else tensor
@@ -344,6 +367,10 @@ class _ChunkVisits:
         return alias.detach().requires_grad_(self._visit.layer.part(entry.block).parameters[0].requires_grad)
 
 
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -1
+
+
 def _second_backward(name: str) -> ModelError:
     return ModelError(
         f"a second backward through the same forward of block {name}; its graph is streamed once: run the "
@@ -363,9 +390,9 @@ def _together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
         yield
 
 
-def _contexts(policy: Policy, routes: Routes | None) -> Contexts | None:
+def _contexts(results: KeptResults | None, routes: Routes | None) -> Contexts | None:
     """Return the contexts of a layer's first run and its recomputation, which hold what is kept for it."""
-    kept = keeping(policy)() if policy.keeps_results else None
+    kept = None if results is None else (results.first_run(), results.second_run())
     if routes is None:
         return kept
     if kept is None:

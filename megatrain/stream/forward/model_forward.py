@@ -24,6 +24,8 @@ from megatrain.model.head.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import RowSums, Share
+from megatrain.model.tiles.position_wise import position_wise_modules
+from megatrain.model.tiles.tiled import Tiled
 from megatrain.model.weights.kept import refuse_to_save
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
@@ -92,6 +94,8 @@ class ModelForward:
         self._pass: Pass | None = None
         self._is_in_chunk = False
         """A chunk of the head runs, and finds weights in place of the modules' own."""
+        self._tiles: dict[nn.Module, Tiled] = {}
+        """What stands for modules that rows pass in tiles."""
         self._is_removed = False
         self._shared_state = SharedState(model)
         is_fused = self._device.type != "cpu"
@@ -117,6 +121,20 @@ class ModelForward:
             optimizer: The kind of optimizer with which the engine trains; others are refused.
         """
         move_buffers(self._model, self._device)
+        batch = self._arrangement.binding.job.batch
+        if batch is not None and batch.tile:
+            modules = position_wise_modules(self._model, self._arrangement.layer_modules)
+            self._tiles = {
+                module: Tiled(
+                    module,
+                    batch.tile,
+                    module.forward if compiler is None else compiler.runner(module, module.forward),
+                    uses=uses,
+                )
+                for module, uses in modules.items()
+            }
+        for module, tiled in self._tiles.items():
+            self._overrides.replace(module, tiled)
         for number, layer in enumerate(self._arrangement.layers):
             self._override_layer(layer, number, compiler)
         for module in self._entries:
@@ -197,11 +215,14 @@ class ModelForward:
             return self._enter_head(result) if number == last else result
 
         last = len(self._arrangement.layers) - 1
+        apart = [module for module in layer.module.modules() if module in self._tiles]
         if layer.experts is not None:
             layer.give_way = lambda place: self.turns.lockstep.give_way(number + place)
             self._overrides.replace(layer.experts.module, partial(AttachedLayer.run_experts, layer))
-            part = part_to_compile(layer.module, layer.experts)
-            if compiler is not None and part is not None:
+            apart.append(layer.experts.module)
+        if apart:
+            part = part_to_compile(layer.module, apart)
+            if compiler is not None and part is not None and not layer.has_fragments:
                 self._overrides.replace(part, compiler.runner(part, part.forward))
         elif compiler is not None and not layer.has_fragments:
             layer.inner = compiler.runner(layer.module, layer.inner)
@@ -215,7 +236,8 @@ class ModelForward:
         self, layer: AttachedLayer, block: AttachedBlock, module: nn.Module, compiler: Compiler | None
     ) -> None:
         inner = module.forward
-        if compiler is not None and module is block.block.entries[0]:  # norms beside it are not worth it
+        is_first = module is block.block.entries[0]  # norms beside it are not worth it
+        if compiler is not None and is_first and module not in self._tiles:
             inner = compiler.runner(module, inner)
             layer.leave_routers(module)
 

@@ -11,13 +11,12 @@ from megatrain.config import build_config, combine_settings
 from megatrain.config.decided import as_begun, smallest_micro_batches, with_step
 from megatrain.config.sections.config import Config
 from megatrain.errors import ConfigError
-from megatrain.model.weights.skeleton import read_config
 from megatrain.objective.registry import DEFAULT, OBJECTIVES
 from megatrain.train.adapters import check_base
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.engine import make_engine
 from megatrain.train.evaluate.losses import Evaluation, evaluate
-from megatrain.train.inputs import Packer, choose_tokenizer, is_on_cpu
+from megatrain.train.inputs import Packer, choose_tokenizer, is_on_cpu, read_model_config
 from megatrain.train.outputs.export import newest_model
 from megatrain.train.planning.allocation import plan_memory
 from megatrain.train.planning.run_machine import ready_to_plan
@@ -53,7 +52,7 @@ def evaluate_run(
     config = _config(run, meta, data, overrides)
     base = check_base(config, meta)
     source = str(checkpoint) if base is None else config.model.path
-    model_config = read_config(source)
+    model_config = read_model_config(config, source)
     caller.progress("reading and tokenising the data")
     tokenizer = choose_tokenizer(config, checkpoint, model_config)
     packer = Packer(config, tokenizer, model_config, caller.prepared, meta["data"].get("day"))

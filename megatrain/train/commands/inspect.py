@@ -50,10 +50,10 @@ def _tokens(
     named = config.data.tokenizer
     if not (has_model or named):
         return None, None, None
-    from megatrain.model.weights.skeleton import read_config  # torch and models are loaded for these alone
-    from megatrain.train.inputs import choose_tokenizer, make_recipe, with_rows_for
+    # torch and models are loaded for these alone
+    from megatrain.train.inputs import choose_tokenizer, make_recipe, read_model_config, with_rows_for
 
-    model = read_config(config.model.path) if has_model else None
+    model = read_model_config(config) if has_model else None
     if named is not None:
         tokenizer = load_tokenizer(named)
     else:

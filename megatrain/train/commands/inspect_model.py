@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.config.sizes import binary, counted
-from megatrain.data.context import context_length
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import MegatrainError
 from megatrain.model.blocks import find_blocks, group_layers
 from megatrain.model.causal import refuse_encoder
 from megatrain.model.profile.flops import active_parameters, experts_of
+from megatrain.model.sequence.range import row_range
 from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
 from megatrain.model.weights.parts import beside_text
 from megatrain.model.weights.quantised.formats import method_of
@@ -60,6 +60,11 @@ class ModelFacts:
     file_bytes: int
     """The size of the files of weights; 0: there are none."""
     context: int | None
+    """The most tokens of a row; None: no limit is named."""
+    native_context: int | None
+    """As many of them as positions are not scaled for."""
+    rope_scaling: str
+    """The scaling of the others, in a few words; empty: there is none."""
     template: str
     """What the tokenizer has for conversations."""
 
@@ -94,8 +99,14 @@ class ModelFacts:
         if self.untouched:
             some = ", ".join(self.untouched[:3]) + (", ..." if len(self.untouched) > 3 else "")
             yield f"untouched   {counted(len(self.untouched), 'tensor')}, exported as they are: {some}"
-        yield f"context     {'not named' if self.context is None else f'{self.context:,} tokens'}"
+        context = "not named" if self.context is None else f"{self.context:,} tokens"
+        yield f"context     {context}{self._scaled()}"
         yield f"template    {self.template}"
+
+    def _scaled(self) -> str:
+        if self.native_context is None or self.native_context == self.context:
+            return ""
+        return f"; beyond {self.native_context:,}, positions are scaled ({self.rope_scaling})"
 
     def json(self) -> dict[str, Any]:
         """Return the facts as plain values."""
@@ -112,6 +123,7 @@ def inspect_model(path: str) -> ModelFacts:
         ModelError: The model is not trained here, or its files do not belong together, with the reason.
     """
     config = read_config(path)
+    rows = row_range(config)
     refuse_encoder(config)
     model, place = build_skeleton(config, dtype=torch.bfloat16), model_directory(path)
     weights = PlannedWeights(model, place) if has_weights(place) else None
@@ -134,7 +146,9 @@ def inspect_model(path: str) -> ModelFacts:
         num_quantised=0 if weights is None else weights.num_quantised,
         untouched=() if weights is None else tuple(source.key for source in weights.untouched),
         file_bytes=0 if weights is None else sum(file.stat().st_size for file in weights.files),
-        context=context_length(config),
+        context=rows.longest,
+        native_context=rows.native,
+        rope_scaling=rows.scaling,
         template=_template(path),
     )
 

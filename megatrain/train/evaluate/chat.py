@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.context import context_length
 from megatrain.data.templates import template_names
 from megatrain.data.tokens.template import template_source
 from megatrain.errors import ConfigError, is_text
+from megatrain.model.sequence.range import row_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ class Chat:
         if temperature:
             self._options["temperature"] = temperature
         self._max_new_tokens = max_new_tokens
-        self._context = context_length(model.config)
+        self._context = row_range(model.config).longest
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._system)
         """The conversation so far."""

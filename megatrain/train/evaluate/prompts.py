@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.context import context_length
 from megatrain.errors import ConfigError
+from megatrain.model.sequence.range import row_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ def continue_text(
     count = inputs["input_ids"].numel()
     if count == 0:
         raise ConfigError("the prompt is empty; give --prompt some text")
-    context = context_length(model.config)
+    context = row_range(model.config).longest
     if context is not None and count >= context:
         raise ConfigError(
             f"the prompt has {count:,} tokens, and the model takes {context:,}, so there is no room to go on;"

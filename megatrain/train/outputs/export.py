@@ -140,7 +140,8 @@ def export_run(
     if merges or max_shard_bytes is not None:
         from megatrain.model.adapters.merge import write_model_of
 
-        write, anew = partial_of(write_model_of, max_shard_bytes=max_shard_bytes or SHARD_BYTES), _WEIGHTS
+        size, scaling = max_shard_bytes or SHARD_BYTES, _model_settings(source).get("rope_scaling")
+        write, anew = partial_of(write_model_of, max_shard_bytes=size, rope_scaling=scaling), _WEIGHTS
     if quantised is not None:
         write, anew = partial_of(_write_quantised, method=quantised, make=write), _WEIGHTS
     export_model(source, out, partial, card=model_card(run, is_merged=merges), write=write, anew=anew)
@@ -178,7 +179,7 @@ def _write_quantised(
     from megatrain.model.weights.files import model_directory
     from megatrain.model.weights.requantise import write_like
 
-    place = _model_path(source)
+    place = str(_model_settings(source)["path"])
     checkpoint, trained = model_directory(place), source
     if make is not None:
         trained = out / ".whole"
@@ -189,11 +190,12 @@ def _write_quantised(
         shutil.rmtree(trained)
 
 
-def _model_path(source: Path) -> str:
-    """Return the model that a run began with, as its settings name it."""
+def _model_settings(source: Path) -> Mapping[str, Any]:
+    """Return what the settings of a run say of the model that it began with."""
     settings = source.parents[1] / "config.yaml"
     saved = read_config(settings) if settings.exists() else verify(source, digests=False).meta["config"]
-    return str(saved["model"]["path"])
+    model: Mapping[str, Any] = saved["model"]
+    return model
 
 
 def _write_shareable(source: Path, out: Path) -> None:

@@ -22,10 +22,10 @@ from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import as_begun, with_rows, with_step
 from megatrain.config.sizes import binary
-from megatrain.data.context import check_seq_len
 from megatrain.errors import ConfigError
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.model.sequence.range import check_row
 from megatrain.plan.search.request import Request
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.planning.counting import PlannedModel, device_type
@@ -126,9 +126,8 @@ def ask(
         ModelError: The model cannot be planned.
         DataError: The data cannot be read.
     """
-    place = str(hf_config) if hf_config is not None else model_path(raw)
+    place = str(hf_config) if hf_config is not None else _model_path(raw)
     raw = _with(raw, {"model.path": place, "data.path": _NO_DATA})
-    model = PlannedModel(place, caller.counts, caller.progress)
     given = config = build_config(raw, source=source)
     meta = point.record
     if meta is not None:
@@ -137,13 +136,17 @@ def ask(
         from megatrain.train.resume.state_commits import laid_out_as
 
         config = laid_out_as(point.committed, config)
+    scaling = config.model.rope_scaling
+    model = PlannedModel(place, caller.counts, caller.progress, rope_scaling=scaling)
     if config.model.new_tokens:
-        model = PlannedModel(place, None, caller.progress, with_new_tokens(config, model))
+        known = with_new_tokens(config, model)
+        model = PlannedModel(place, None, caller.progress, known, rope_scaling=scaling)
     is_own = isinstance(machine, OwnMachine)
     on_cpu = machine.is_cpu(config) if isinstance(machine, OwnMachine) else not machine.has_accelerator
-    config = with_rows(config, context=model.context, on_cpu=on_cpu)
+    rows = model.rows
+    config = with_rows(config, context=rows.longest, on_cpu=on_cpu)
     if not beyond_context:
-        check_seq_len(config.data.seq_len, model.context)
+        check_row(config.data.seq_len, rows, is_set=scaling is not None)
     data, notes = None, []
     why_not = _why_no_data(config, reads)
     if why_not is None:
@@ -160,8 +163,9 @@ def ask(
             on_cpu=on_cpu,
         )
         counts = None if config.model.new_tokens else caller.counts
+        packed = data.packed
         model = PlannedModel(
-            place, counts, caller.progress, model.config, data.packed.packing, data.packed.document_len
+            place, counts, caller.progress, model.config, packed.packing, packed.document_len, scaling
         )
     elif why_not:
         notes.append(f"{why_not}, so the run is planned as one with enough of them")
@@ -196,6 +200,7 @@ def ask(
             *_budget_note(request),
             *_base_note(config, model.quant_method),
             *_loading_note(place, model.quant_method, spec),
+            *rows.notes(config.data.seq_len),
             *notes,
         ),
         data=data,
@@ -299,7 +304,20 @@ def _require_one_rank(spec: HardwareSpec) -> None:
         )
 
 
-def model_path(raw: Mapping[str, Any]) -> str:
+def planned_model(
+    raw: Mapping[str, Any], *, source: str, hf_config: str | Path | None = None, caller: Caller = NOBODY
+) -> PlannedModel:
+    """Return the model of settings, as `ask` with the same arguments counts it.
+
+    Raises:
+        ConfigError: A setting is wrong, or no model is named.
+    """
+    place = str(hf_config) if hf_config is not None else _model_path(raw)
+    config = build_config(_with(raw, {"model.path": place, "data.path": _NO_DATA}), source=source)
+    return PlannedModel(place, caller.counts, caller.progress, rope_scaling=config.model.rope_scaling)
+
+
+def _model_path(raw: Mapping[str, Any]) -> str:
     """Return the place of the model that settings name.
 
     Raises:

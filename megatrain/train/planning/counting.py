@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
-from megatrain.data.context import context_length, has_rotary_positions
+from megatrain.config.tiles import tile_of
 from megatrain.errors import ModelError, os_errors
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.anatomy_cache import KeptCounts, anatomy_json, key_of, read_anatomy
+from megatrain.model.sequence.range import RowRange, row_range
 from megatrain.train.attention import attention_of
 from megatrain.train.caller import Progress
 
@@ -40,6 +41,7 @@ class PlannedModel:
         model_config: PretrainedConfig | None = None,
         packing: str | None = None,
         document_len: int | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
     ) -> None:
         """Name a model.
 
@@ -52,6 +54,8 @@ class PlannedModel:
                 `data.packing` holds, whose `auto` is counted as joined text.
             document_len: The number of tokens of the document that a token of a packed row is in, on average;
                 None: all of the row.
+            rope_scaling: The scaling that its rotary embeddings are given (`model.rope_scaling`); a
+                configuration that is passed has it.
         """
         self._place, self._packing, self._document_len = place, packing, document_len
         if model_config is not None:
@@ -59,33 +63,22 @@ class PlannedModel:
         self._kept = None if folder is None else KeptCounts(folder)
         self._progress = progress
         self._source = _read_source(Path(place))
+        self._rope_scaling = rope_scaling
 
     @cached_property
-    def context(self) -> int | None:
-        """Return the most tokens of a row that the model takes; None if it names no limit.
+    def rows(self) -> RowRange:
+        """Return the range of the model, in tokens of a row.
 
         Raises:
             ModelError: There is no readable configuration, or its model is not supported.
+            ConfigError: The model cannot be scaled as `model.rope_scaling` says.
         """
-        key, kept = self._load({"what": "context"})
+        key, kept = self._load({"what": "range"})
         if kept is not None:
-            return int(kept["context"]) or None
-        context = context_length(self.config)
-        self._save(key, {"context": context or 0})
-        return context
-
-    @cached_property
-    def has_rotary_positions(self) -> bool:
-        """Return whether rows beyond the model's context are a question of scaling its rotations alone.
-
-        Raises:
-            ModelError: There is no readable configuration, or its model is not supported.
-        """
-        key, kept = self._load({"what": "rotary positions"})
-        if kept is None:
-            kept = {"rotary": has_rotary_positions(self.config)}
-            self._save(key, kept)
-        return bool(kept["rotary"])
+            return RowRange(**kept)
+        rows = row_range(self.config)
+        self._save(key, asdict(rows))
+        return rows
 
     @cached_property
     def quant_method(self) -> str | None:
@@ -144,7 +137,7 @@ class PlannedModel:
 
     def _is_known(self, shape: dict[str, Any]) -> bool:
         if self._kept is not None and self._source is not None:
-            return self._kept.has(key_of(self._source, **_plain(shape)))
+            return self._kept.has(self._key(_plain(shape)))
         return _key_of_process(self.config, shape) in _COUNTED
 
     def _count_alike(self, shapes: Mapping[int, dict[str, Any]]) -> None:
@@ -169,16 +162,29 @@ class PlannedModel:
 
         Raises:
             ModelError: There is no readable configuration, or its model is not supported.
+            ConfigError: The model cannot be scaled as `model.rope_scaling` says.
         """
         self._progress("loading torch and transformers, to count the model; its counts are kept")
-        from megatrain.model.weights.skeleton import read_config
+        import torch
 
-        return read_config(self._place, allows_file=True)
+        from megatrain.model.sequence.scaling import require_scaled, scale_rope
+        from megatrain.model.weights.skeleton import build_skeleton, read_config
+
+        config = read_config(self._place, allows_file=True)
+        if self._rope_scaling is not None:
+            scale_rope(config, self._rope_scaling)
+            require_scaled(build_skeleton(config, dtype=torch.float32), self._rope_scaling)
+        return config
+
+    def _key(self, what: dict[str, Any]) -> str:
+        assert self._source is not None
+        scaled = {} if self._rope_scaling is None else {"rope_scaling": dict(self._rope_scaling)}
+        return key_of(self._source, **what, **scaled)
 
     def _load(self, what: dict[str, Any]) -> tuple[str, Any]:
         if self._kept is None or self._source is None:
             return "", None
-        key = key_of(self._source, **what)
+        key = self._key(what)
         return key, self._kept.load(key)
 
     def _save(self, key: str, body: Any) -> None:
@@ -202,6 +208,7 @@ def shape_of(
     """Return the inputs of a count beside the model, as arguments of `count_anatomy`."""
     is_packed = (packing or config.data.packing) == "best_fit"
     attention = attention_of(config, has_varlen=is_packed and device_type == "accelerator")
+    tile = tile_of(changes.get("seq_len", config.data.seq_len), config.batch.tile_tokens)
     return {
         "micro_batch_size": config.batch.micro_batch_size,
         "seq_len": config.data.seq_len,
@@ -212,6 +219,7 @@ def shape_of(
         **({} if config.adaptation is None else {"adaptation": config.adaptation}),
         **({"is_packed": True} if is_packed else {}),
         **({"sequence": config.parallel.sequence} if config.parallel.sequence > 1 else {}),
+        **({"tile": tile} if tile else {}),
         **({"compiles": True} if _compiles(config, device_type) else {}),
         **({"loss": "rows"} if config.objective.rows.is_judged else {}),
         **changes,

@@ -14,6 +14,8 @@ from megatrain.config import Config
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import larger_step_settings, smaller_step_settings
 from megatrain.config.plan import Plan
+from megatrain.config.policies import KEEP_ATTENTION, RECOMPUTE
+from megatrain.config.sizes import counted
 from megatrain.hardware import GIB, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
@@ -120,7 +122,7 @@ def plan_run(
         remedies=tuple(remedies),
         spares=spares,
         hint=step_hint(request, plan, asked.given),
-        notes=(*asked.notes, *_notes(request)),
+        notes=(*asked.notes, *_notes(request), *_results_note(plan, request.anatomy)),
         count_s=asked.count_s,
     )
 
@@ -192,6 +194,23 @@ def rates_note(spec: HardwareSpec, precision: str) -> list[str]:
     return [
         f"nobody has measured the rates of {spec.name}, and no published run backs them: they are vendors' "
         f"figures, or assumed; {measure}"
+    ]
+
+
+def _results_note(plan: Plan, anatomy: Anatomy) -> list[str]:
+    """Return a note on layers that are to keep what attention returns, and have none that can be kept."""
+    layers = anatomy.layers_of(plan.choice)
+    asked = [
+        layer.saved_bytes[policy.name] == layer.saved_bytes[RECOMPUTE.name]
+        for layer, policy in zip(layers, plan.choice.policies, strict=True)
+        if policy.keeps_attention_alone
+    ]
+    if not any(asked):
+        return []
+    return [
+        f"{sum(asked)} of {counted(len(asked), 'layer')} under activations={KEEP_ATTENTION.name} keep "
+        "nothing of attention, since none of their operations returns a log-sum-exp (eager attention, "
+        "torch's math path, a mixer of another kind): their forward runs again whole"
     ]
 
 

@@ -62,7 +62,9 @@ def ready_to_plan(
     # the kept counts are of transformers' own modules, and of the model as it is saved
     is_other = liger or bool(config.model.new_tokens)
     counts = None if is_other else caller.counts
-    return PlannedModel(source, counts, caller.progress, model_config, packing, document_len)
+    return PlannedModel(
+        source, counts, caller.progress, model_config, packing, document_len, config.model.rope_scaling
+    )
 
 
 def machine_for(config: Config, measure: Measure | None = None, lately: Lately | None = None) -> HardwareSpec:

@@ -73,6 +73,8 @@ class Reference:
             "head_chunk_tokens": config.memory.head_chunk_tokens,
             "rows_at_once": self._size,
         }
+        if config.model.rope_scaling is not None:
+            self._named["rope_scaling"] = config.model.rope_scaling
 
     def check(self, meta: Mapping[str, Any]) -> None:
         """Refuse to resume with another reference.

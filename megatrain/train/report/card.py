@@ -101,6 +101,9 @@ def _training(run: RunFiles) -> Iterator[tuple[str, str]]:
         if run.rows[-1].get("targets"):
             yield "of these trained on", f"{run.rows[-1]['targets']:,}"
     yield "tokens per sequence", str(data.get("seq_len"))
+    scaling = run.config.get("model", {}).get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        yield "rotary embeddings", ", ".join(f"{name} {value}" for name, value in scaling.items())
     yield "sequences per step", str(_sequences(train, data))
     yield "precision", str(train.get("precision"))
 

@@ -44,6 +44,7 @@ _LEFT_OPEN = (
     ("train.micro_batch_size", AUTO),
     ("train.grad_accumulation", AUTO),
     ("train.activation_budget", AUTO),
+    ("train.tile_tokens", AUTO),
     ("data.seq_len", AUTO),
 )
 """The settings that take the checkpoint's value where they are left open."""

@@ -43,7 +43,7 @@ def test_attention_is_what_compiles_of_such_a_layer() -> None:
     layer = make_model(APART["glm4_moe"]()).get_submodule("model.layers.1")
     experts = experts_of(layer)
     assert experts is not None
-    assert part_to_compile(layer, experts) is layer.get_submodule("self_attn")
+    assert part_to_compile(layer, [experts.module]) is layer.get_submodule("self_attn")
 
 
 @pytest.mark.parametrize(

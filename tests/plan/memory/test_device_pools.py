@@ -67,7 +67,13 @@ CONFIGS = {
 
 @cache
 def anatomy_of(
-    family: str, precision: str, rows: int, tokens: int, chunk: int | None, is_packed: bool = False
+    family: str,
+    precision: str,
+    rows: int,
+    tokens: int,
+    chunk: int | None,
+    is_packed: bool = False,
+    tile: int = 0,
 ) -> Anatomy:
     config: PretrainedConfig = CONFIGS[family]()
     return count_anatomy(
@@ -78,6 +84,7 @@ def anatomy_of(
         head_chunk_tokens=chunk,
         device_type="cpu",
         is_packed=is_packed,
+        tile=tile,
     )
 
 
@@ -165,9 +172,10 @@ def check(
     gradients: tuple[str, ...] = ("host",) * 3,
     is_packed: bool = False,
     expert_chunks: int = 1,
+    tile: int = 0,
 ) -> None:
     """Run two steps and compare."""
-    anatomy = anatomy_of(family, precision, rows, tokens, chunk, is_packed)
+    anatomy = anatomy_of(family, precision, rows, tokens, chunk, is_packed, tile)
     num_layers = len(anatomy.layers)
     most = max(len(layer.fragments) for layer in anatomy.layers) if fragments else 1
     most = most if expert_chunks == 1 else 3
@@ -208,6 +216,7 @@ def check(
         gradients=gradients,
         is_packed=is_packed,
         num_passing=num_passing,
+        tile_tokens=tile or None,
     )
     pools = device_peak_bytes(anatomy, choice, batch, overlaps=False)
     predicted = sum(pool.nbytes for pool in pools)
@@ -219,6 +228,22 @@ def check(
     offloaded = planes.pop("boundaries") + planes.pop("activations")
     assert sum(planes.values()) == measured.host_bytes
     assert offloaded == measured.stash_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "policy", "more"),
+    [
+        ("llama", "bf16", "recompute", {"boundaries": "host"}),
+        pytest.param("llama", "fp32", "keep", {}, marks=pytest.mark.parity),
+        ("phi3", "bf16", "keep_attention", {"m": 2, "fragments": True}),
+        pytest.param("gemma2", "fp32", "recompute", {}, marks=pytest.mark.parity),
+        pytest.param("glm4_moe", "bf16", "recompute", {"m": 2}, marks=pytest.mark.parity),
+    ],
+)
+def test_predicted_bytes_of_rows_in_tiles_are_those_of_a_run(
+    family: str, precision: str, policy: str, more: dict[str, Any]
+) -> None:
+    check(family, precision, 1024, policy, tile=128, **more)
 
 
 @pytest.mark.parametrize("more", [{}, {"m": 2, "boundaries": "host"}], ids=str)

@@ -41,6 +41,14 @@ def test_a_run_from_before_is_told_that_the_routers_loss_is_a_mean(
     ] * is_told
 
 
+def test_another_length_of_tiles_is_named(tmp_path: Path) -> None:
+    saved = make_config(tmp_path, train={"tile_tokens": 16}).model_dump(mode="json")
+    swapped = make_config(tmp_path, train={"tile_tokens": 8})
+    assert changed_settings(saved, swapped) == ["train.tile_tokens 16 -> 8"]
+    left_open = make_config(tmp_path, train={"tile_tokens": "auto"})
+    assert changed_settings(saved, left_open) == []
+
+
 def test_another_budget_of_compiled_layers_is_named(tmp_path: Path) -> None:
     saved = make_config(tmp_path, train={"activation_budget": 0.5}).model_dump(mode="json")
     swapped = make_config(tmp_path, train={"activation_budget": 0.3})

@@ -19,14 +19,14 @@ from megatrain.config.plan import Plan, Pool
 from megatrain.config.reading import set_keys
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import HardwareSpec
+from megatrain.model.sequence.range import RowRange
 from megatrain.plan.search.choices import least
 from megatrain.plan.search.least_memory import fits
 from megatrain.plan.search.planner import plan_of
 from megatrain.plan.search.remedies import Remedy, list_devices, list_memory, with_ways_out
 from megatrain.plan.search.request import Request, pools_of
 from megatrain.train.caller import Caller
-from megatrain.train.planning.asking import Asked, OwnMachine, Reads, ask, model_path
-from megatrain.train.planning.counting import PlannedModel
+from megatrain.train.planning.asking import Asked, OwnMachine, Reads, ask, planned_model
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.longest.lengths import MOST, SHORTEST, Lengths, search_lengths
 from megatrain.train.planning.plan_run import Planned, plan_run
@@ -60,10 +60,9 @@ class Longest:
     full: Pool | None
     """The pool that is in the way: the largest of those that grow with the row, in the tier that it is over
     the limit of by most; None as there."""
-    context: int | None
-    """The tokens of a row that the model takes as it is; None: it names no limit."""
-    scales: bool
-    """Whether it takes longer ones, whose rotations (RoPE) have to be scaled, or names no limit."""
+    rows: RowRange
+    """The range of the model with its settings. Rows beyond it are looked at where it has rotary embeddings
+    (RoPE), which can be scaled."""
     refused: str = ""
     """Why the model cannot have longer rows with these settings, whatever the machine; empty: it can."""
     ways: tuple[Way, ...] = ()
@@ -98,11 +97,8 @@ def find_longest(
         ConfigError: The settings ask for micro-batches of several rows, or `ask` raises it.
     """
     asking = {"caller": caller, "reads": Reads.NONE, "beyond_context": True, **given}
-    hf_config = given.get("hf_config")
-    place = model_path(raw) if hf_config is None else str(hf_config)
-    model = PlannedModel(place, caller.counts, caller.progress)
-    context, scales = model.context, model.context is None or model.has_rotary_positions
-    most = MOST if scales or context is None else min(context, MOST)
+    rows = planned_model(raw, source=given["source"], hf_config=given.get("hf_config"), caller=caller).rows
+    most = MOST if rows.rope_type or rows.longest is None else min(rows.longest, MOST)
     question = _Question(raw, machine, min(SHORTEST, most), asking)
     lengths = search_lengths(question.fits, most=most)
     if lengths.longest is None:
@@ -131,8 +127,7 @@ def find_longest(
         lengths=lengths,
         beyond=beyond,
         full=full,
-        context=context,
-        scales=scales,
+        rows=rows,
         refused=refused,
         ways=tuple(ways),
     )

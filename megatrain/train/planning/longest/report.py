@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from megatrain.config.sizes import binary
+from megatrain.model.sequence.range import OF_RUN
 from megatrain.plan.cost.economics import Economics, economics
 from megatrain.train.planning.longest.find import Longest
 from megatrain.train.planning.plan_json import plan_json
 from megatrain.train.planning.plan_report import MEMORIES, head, number_text, row, seconds_text, settings_text
-from megatrain.train.planning.plan_run import Planned
 
 
 def longest_report(found: Longest, *, price_per_hour_usd: float | None = None, as_json: bool = False) -> str:
@@ -69,7 +70,7 @@ def _rows(found: Longest, money: Economics) -> Iterator[str]:
         yield from row("or" if number else "spare", text)
     for reason in planned.verdict.reasons:
         yield from row("but", reason)
-    yield from row("setting", f"{_length_settings(planned)} {settings_text(planned)}")
+    yield from row("setting", f"{_length_settings(found)} {settings_text(planned)}")
     if planned.hint:
         yield from row("faster", planned.hint)
     for note in planned.notes:
@@ -89,19 +90,36 @@ def full_text(found: Longest) -> str:
     )
 
 
-def _length_settings(planned: Planned) -> str:
-    config = planned.config
+def _length_settings(found: Longest) -> str:
+    config, factor = found.planned.config, _factor(found)
+    scaling = "" if factor is None else f"{OF_RUN.format(factor=factor)} "
     tokens = config.train.tokens_per_step
-    return f"data.seq_len={config.data.seq_len} train.micro_batch_size=1 train.tokens_per_step={tokens}"
+    return (
+        f"{scaling}data.seq_len={config.data.seq_len} train.micro_batch_size=1 train.tokens_per_step={tokens}"
+    )
+
+
+def _factor(found: Longest) -> int | None:
+    """Return the factor of the scaling that the longest row needs; None: it is within the model's range."""
+    rows = found.rows
+    if rows.longest is None or rows.native is None or found.longest <= rows.longest:
+        return None
+    return math.ceil(found.longest / rows.native)
 
 
 def _rope_text(found: Longest) -> str:
-    if found.context is None:
+    rows = found.rows
+    if rows.native is None or rows.longest is None:
         return "the model names no longest row"
-    if not found.scales:
-        return f"the model has {found.context:,} positions and takes no longer rows"
-    beyond = "this one is beyond" if found.longest > found.context else "this one is within"
-    return f"rows of more than {found.context:,} tokens need scaled rotations (RoPE); {beyond}"
+    if not rows.rope_type:
+        return f"the model has {rows.longest:,} positions and takes no longer rows"
+    text = f"positions of rows of more than {rows.native:,} tokens have to be scaled"
+    if rows.longest > rows.native:
+        text += f", and are for up to {rows.longest:,} ({rows.scaling})"
+    if found.longest <= rows.native:
+        return f"{text}; these rows are shorter"
+    factor = _factor(found)
+    return text if factor is None else f"{text}; these rows need a factor of {factor}"
 
 
 def longest_json(found: Longest) -> dict[str, Any]:
@@ -121,7 +139,8 @@ def longest_json(found: Longest) -> dict[str, Any]:
             "problem": plan.problem,
         },
         "refused": found.refused or None,
-        "context": found.context,
-        "scales_positions": found.scales and found.context is not None,
+        "native": found.rows.native,
+        "range": found.rows.longest,
+        "rope_factor": _factor(found),
         "longer": [asdict(way) for way in found.ways],
     }

@@ -90,11 +90,17 @@ def test_the_longest_row_fits_and_the_next_length_does_not(llama: Path, find: Ca
     batch = found.planned.plan.batch
     assert (batch.micro_batch_size, batch.seq_len) == (1, found.longest)
     assert found.planned.config.data.seq_len == found.longest
-    assert (found.context, found.scales) == (20_000, True)
+    assert (found.rows.native, found.rows.rope_type) == (20_000, "default")
     text = longest_report(found)
     assert f"longest rows of {found.longest:,} tokens, to a precision of" in text
     assert f"{found.lengths.too_long:,} do not fit" in text
-    assert "rows of more than 20,000 tokens need scaled rotations (RoPE); this one is beyond" in text
+    factor = -(-found.longest // 20_000)
+    assert factor > 1
+    assert (
+        "positions of rows of more than 20,000 tokens have to be scaled; these rows need a factor of" in text
+    )
+    assert f"setting model.rope_scaling='{{rope_type: yarn, factor: {factor}}}' data.seq_len=" in text
+    assert longest_json(found)["rope_factor"] == factor
 
 
 def test_a_full_device_is_named_with_the_device_that_takes_twice_as_long_rows(
@@ -156,7 +162,7 @@ def test_an_open_step_is_smaller_where_the_usual_one_does_not_fit(
 def test_learned_positions_end_the_search(find: Callable[..., Longest], tmp_path: Path) -> None:
     GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=3000).save_pretrained(tmp_path / "gpt2")
     found = find(place=tmp_path / "gpt2")
-    assert (found.longest, found.lengths.too_long, found.scales) == (3000, None, False)
+    assert (found.longest, found.lengths.too_long, found.rows.rope_type) == (3000, None, "")
     text = longest_report(found)
     assert "the model has 3,000 positions and takes no longer rows" in text
     assert "full    nothing: all lengths that may be fit" in text

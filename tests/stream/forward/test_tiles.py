@@ -1,0 +1,105 @@
+"""A streamed model in tiles has the bits of a resident one in tiles, whatever stays, waits or runs again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.config.adaptation import Adaptation, LoraChoice
+from megatrain.model.adapters.adapt import adapt
+from megatrain.model.blocks import find_blocks
+from megatrain.model.tiles import tiled
+from megatrain.model.tiles.position_wise import tile
+from tests.expert_families import APART
+from tests.families import FAMILIES
+from tests.products import pairwise_rows
+from tests.stream.runs import assert_same_steps, start
+
+TILE = 7
+"""Tokens; rows have 16: a last tile is shorter."""
+
+ROWS = pairwise_rows(
+    {
+        "family": ["llama", "qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "phi", "llama_tied"],
+        "activations": ["recompute", "keep", "offload", "recompute_cheap", "keep_attention"],
+        "boundaries": ["device", "host"],
+        "precision": ["fp32", "bf16"],
+        "fragments": [False, True],
+        "lockstep": [2, 1, 3],
+        "device": ["checked", "emulated", "cpu"],
+        "resident_layers": [0, 1],
+        "outer_streams": [False, True],
+    }
+)
+
+
+def start_in_tiles(family: str, **settings: Any) -> tuple[Any, Any, Any, Any]:
+    """Make a family's model twice, resident and attached, in tiles both."""
+    config = {**FAMILIES, **APART}[family]()
+    model, reference, engine, optimizer = start(config=config, tile_tokens=TILE, **settings)
+    layers = [block.module for block in find_blocks(reference.model) if block.module is not None]
+    tile(reference.model, layers, TILE)
+    return model, reference, engine, optimizer
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*ROWS[::3], *(pytest.param(row, marks=pytest.mark.parity) for n, row in enumerate(ROWS) if n % 3)],
+    ids=lambda row: "-".join(map(str, row.values())),
+)
+def test_tiles_equal_a_resident_model_in_tiles(row: dict[str, Any]) -> None:
+    settings = dict(row)
+    if {**FAMILIES, **APART}[settings["family"]]().tie_word_embeddings:
+        settings["outer_streams"] = False
+    settings["num_slots"] = 3 if settings["fragments"] else 2
+    settings["num_gradient_buffers"] = 3
+    _, reference, engine, optimizer = start_in_tiles(num_micro_batches=3, **settings)
+    engine.arrangement.offloaded._min_bytes = 1
+    calls, inner = [0], tiled._Call.go_back
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        return inner(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled._Call, "go_back", counted)
+        assert_same_steps(engine, optimizer, reference, steps=2, num_micro_batches=3)
+    assert calls[0] >= 2 * 2 * 3 * 3  # resident and streamed, steps, micro-batches, and modules at least
+    engine.detach()
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_experts_come_apart_beside_tiles(chunks: int) -> None:
+    _, reference, engine, optimizer = start_in_tiles(
+        "glm4_moe", expert_chunks=chunks, lockstep=2, num_micro_batches=2, num_slots=3, num_gradient_buffers=2
+    )
+    assert_same_steps(engine, optimizer, reference, steps=2, num_micro_batches=2)
+    engine.detach()
+
+
+def test_adapters_in_tiles() -> None:
+    pytest.importorskip("peft")
+
+    def prepare(model: Any) -> None:
+        torch.manual_seed(1)
+        adapt(model, Adaptation(lora=LoraChoice(r=4, alpha=8.0)))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        model.train()
+
+    _, reference, engine, optimizer = start_in_tiles(
+        "llama", prepare=prepare, num_micro_batches=2, lockstep=2
+    )
+    assert_same_steps(engine, optimizer, reference, steps=2, num_micro_batches=2)
+    engine.detach()
+
+
+def test_detached_modules_are_their_classes_own_again() -> None:
+    model, _, engine, _ = start_in_tiles("llama")
+    assert any("forward" in module.__dict__ for module in model.modules())
+    engine.detach()
+    assert not any("forward" in module.__dict__ for module in model.modules())
