@@ -17,7 +17,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+from megatrain.config.choice import AUTO
 from megatrain.config.plan import Plan
 from megatrain.config.policies import POLICIES
 from megatrain.hardware import GIB, HardwareSpec, load_machine
@@ -82,9 +84,12 @@ def row(model: str, machine: str, *, drives: bool) -> Row:
     return Row(model=model, machine=machine, drives=drives, cells=cells)
 
 
-def request(shape: Path, spec: HardwareSpec, length: int) -> Request:
+def request(
+    shape: Path, spec: HardwareSpec, length: int, *, tile_tokens: int | Literal["auto"] = AUTO
+) -> Request:
     """Return what is asked of the planner for a step of one row of a model with this configuration."""
-    raw = {"data": {"seq_len": length}, "train": {"micro_batch_size": 1, "tokens_per_step": length}}
+    train = {"micro_batch_size": 1, "tokens_per_step": length, "tile_tokens": tile_tokens}
+    raw = {"data": {"seq_len": length}, "train": train}
     asked = ask(raw, spec, source=_SOURCE, hf_config=shape, reads=Reads.NONE, beyond_context=True)
     return of_ranks(asked.request, 1)
 

@@ -4,7 +4,8 @@
 
 Each row is predicted with its own settings, as `predict` does with shorter ones, and by FLOPs alone. Beside
 it is what `megatrain plan` says of the same model, length and step on that machine file: the speed, if it
-fits, with fp32 masters and moments, clipped; else the pool that does not fit. Nothing of ours was measured.
+fits, with fp32 masters and moments, clipped; else the pool that does not fit. Rows of ours are planned whole,
+without the tiles that `train.tile_tokens` cuts them into by default. Nothing of ours was measured.
 The rate of attention is the one that the row itself implies, all else as planned.
 """
 
@@ -72,7 +73,8 @@ def ours(row: Row) -> Ours:
     with tempfile.TemporaryDirectory() as folder:
         shape = Path(folder) / "config.json"
         shape.write_text(config_of(row).to_json_string(use_diff=False))
-        plan = make_plan(request(shape, load_machine(row.machine), row.seq_len))
+        whole = row.seq_len  # a tile that is not shorter than the row is none
+        plan = make_plan(request(shape, load_machine(row.machine), row.seq_len, tile_tokens=whole))
     return Ours(
         fits=plan.fits,
         tokens_per_s=plan.tokens_per_s if plan.fits else None,
