@@ -68,7 +68,7 @@ _NUMBERS = tuple(field.name for field in fields(Cost))
 
 
 def _whole(number: Any) -> Any:
-    return round(number) if isinstance(number, float) else number.round()
+    return round(number) if isinstance(number, int | float) else number.round()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

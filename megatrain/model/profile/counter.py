@@ -48,6 +48,7 @@ from megatrain.model.sequence.attention import rows_shared
 from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
+from megatrain.model.tiles.calls import few_tiles
 from megatrain.model.tiles.position_wise import tile
 from megatrain.model.weights.kept_by_config import keep_as_planned
 from megatrain.model.weights.skeleton import build_skeleton
@@ -303,7 +304,7 @@ class Counter:
                     ),
                 )
                 rows, seq_len = self.shape
-                with self.rows_shared(meter.swapped):
+                with self.rows_shared(meter.swapped), few_tiles(meter.repeated):
                     own_len = -(-seq_len // self.sequence)
                     found = tracer.run(
                         rows,

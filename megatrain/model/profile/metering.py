@@ -11,8 +11,8 @@ shapes alone are computed beside the fake ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -74,6 +74,13 @@ class Meter(TorchDispatchMode):
         """Take note of bytes that go to other ranks."""
         if not self.is_paused:
             self.cost += Cost(swapped_bytes=self.rows.of(nbytes))
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count what runs inside so many times; the memory that it takes is there once."""
+        before = self.cost
+        yield
+        self.cost = before + (self.cost - before).scaled(times)
 
     def settle(self, *, ages: bool = True) -> Any:
         """Return the bytes that are alive now, and let the peaks begin anew from there.

@@ -7,26 +7,43 @@ whole, and so does a mixture of experts, but for what is beside its experts.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, first_line
 from megatrain.model.experts.apart import are_experts
 from megatrain.model.experts.routes import routers_of
 from megatrain.model.small import SPECIAL_TOKENS, try_small_model
+from megatrain.model.tiles.attention import GroupedAttention, groupable
 from megatrain.model.tiles.tiled import Tiled
+
+_log = logging.getLogger(__name__)
 
 _ROWS, _TOKENS, _CUT = 2, 8, 3
 _LEAST_SHARE = 0.5
 """A module that keeps less than this share of its input beside it is not worth tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module that rows pass in tiles."""
+
+    uses: int = 1
+    """How often it uses its input, if others use it too."""
+    before: nn.Module | None = None
+    """The norm whose output it alone reads, which a tile passes first."""
+    attends: bool = False
+    """Whether it is attention, in tiles but for its heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +60,22 @@ class _Kind:
         return cls(type(holder).__name__, type(module).__name__)
 
 
-def position_wise_modules(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[nn.Module, int]:
-    """Return the modules of a model's decoder that may pass rows in tiles, with `Tiled`'s number of uses.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a trial has shown of modules of one kind."""
+
+    uses: int = 1
+    before: str | None = None
+    """The name of the norm in the layer."""
+    attends: bool = False
+
+
+Inner: TypeAlias = Callable[..., Any]
+Compile: TypeAlias = Callable[[nn.Module, Inner], Inner]
+
+
+def parts_in_tiles(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[nn.Module, Part]:
+    """Return the modules of a model's decoder that may pass rows in tiles.
 
     The model is not run. Modules in which dropout draws are left out: a tile runs twice, and would draw
     anew. There are none where no small model of the configuration can be made.
@@ -57,27 +88,78 @@ def position_wise_modules(model: PreTrainedModel, layers: Iterable[nn.Module]) -
         kinds = try_small_model(model.config, _kinds)
     except ModelError:
         return {}
-    return {
-        module: kinds[_Kind.of(holder, module)]
-        for holder, module in _candidates(model, list(layers))
-        if _Kind.of(holder, module) in kinds and not _draws(module)
-    }
+    parts: dict[nn.Module, Part] = {}
+    for holder, module in _candidates(model, list(layers)):
+        found = kinds.get(_Kind.of(holder, module))
+        if found is not None and not _draws(module):
+            before = None if found.before is None else holder.get_submodule(found.before)
+            parts[module] = Part(found.uses, before, found.attends)
+    return parts
+
+
+def stand_ins(
+    model: PreTrainedModel,
+    layers: Iterable[nn.Module],
+    tokens: int,
+    *,
+    compiled: Compile | None = None,
+    are_apart: Callable[[nn.Module, nn.Module], bool] = lambda norm, module: False,
+) -> dict[nn.Module, Inner]:
+    """Return what stands for the forwards of modules, so that rows pass in tiles.
+
+    Args:
+        model: The model.
+        layers: Its decoder layers.
+        tokens: The tokens of a tile.
+        compiled: The function that compiles a module's forward for tiles; None: they run as they are.
+        are_apart: Whether weights of a norm and of the module behind it are never there together, so that
+            each passes by itself. It changes no bit.
+    """
+    found: dict[nn.Module, Inner] = {}
+    compile = compiled or (lambda _, inner: inner)
+    for module, part in parts_in_tiles(model, layers).items():
+        if module in found:
+            continue  # a norm that passes with another module
+        before = part.before
+        if before is not None and (are_apart(before, module) or _draws(before)):
+            before = None
+        uses = part.uses if (before is None) == (part.before is None) else 1
+        if part.attends:
+            found[module] = GroupedAttention(module, tokens, module.forward, uses=uses, before=before)
+        else:
+            inner = compile(module, module.forward)
+            if before is not None:
+                inner = _chained(compile(before, before.forward), inner)
+            found[module] = Tiled(module, tokens, inner, uses=uses, before=before)
+        if before is not None:
+            found[before] = _passed_on
+    return found
+
+
+def _chained(first: Inner, second: Inner) -> Inner:
+    return lambda hidden: second(first(hidden))
+
+
+def _passed_on(*args: Tensor, **kwargs: Tensor) -> Tensor:
+    """Stand for a norm that tiles pass inside of the module behind it."""
+    (hidden,) = (*args, *kwargs.values())
+    return hidden
 
 
 def tile(model: PreTrainedModel, layers: Iterable[nn.Module], tokens: int) -> Callable[[], None]:
-    """Let the position-wise modules of a model run in tiles, in place; return what undoes it.
+    """Let a model run in tiles, in place; return what undoes it.
 
     Args:
         model: The model; its modules get forwards of their own.
         layers: Its decoder layers.
         tokens: The tokens of a tile.
     """
-    modules = position_wise_modules(model, layers)
-    for module, uses in modules.items():
-        module.__dict__["forward"] = Tiled(module, tokens, module.forward, uses=uses)
+    found = stand_ins(model, layers, tokens)
+    for module, forward in found.items():
+        module.__dict__["forward"] = forward
 
     def undo() -> None:
-        for module in modules:
+        for module in found:
             module.__dict__.pop("forward", None)
 
     return undo
@@ -114,14 +196,14 @@ def _draws(module: nn.Module) -> bool:
     return any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
 
 
-def _kinds(model: PreTrainedModel) -> dict[_Kind, int]:
-    """Try the modules of every layer of a small model, and return the uses of those that were found."""
+def _kinds(model: PreTrainedModel) -> dict[_Kind, _Found]:
+    """Try the modules of every layer of a small model, and return what was found of their kinds."""
     model.train()  # dropout draws, and what draws is not position by position
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     calls: dict[nn.Module, list[_ModuleCall]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.setdefault(module, []).append(_ModuleCall([*args, *kwargs.values()], output))
+        calls.setdefault(module, []).append(_ModuleCall(args, kwargs, output))
 
     candidates = list(_candidates(model, layers))
     hooks = [module.register_forward_hook(note, with_kwargs=True) for _, module in candidates]
@@ -135,7 +217,8 @@ def _kinds(model: PreTrainedModel) -> dict[_Kind, int]:
     trial = _Trial(calls, _edges(logits))
     for holder, module in candidates:
         trial.run(holder, module)
-    return {kind: uses for kind, uses in trial.found.items() if kind not in trial.others}
+    trial.join(candidates)
+    return {kind: found for kind, found in trial.found.items() if kind not in trial.others}
 
 
 def _edges(*results: Tensor) -> Counter[tuple[Any, int]]:
@@ -155,8 +238,19 @@ def _edges(*results: Tensor) -> Counter[tuple[Any, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _ModuleCall:
-    given: list[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     output: Any
+
+    @property
+    def given(self) -> list[Any]:
+        """List the arguments."""
+        return [*self.args, *self.kwargs.values()]
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Return the hidden state, the first tensor of the arguments."""
+        return next((value for value in self.given if isinstance(value, Tensor)), None)
 
 
 @dataclass(slots=True)
@@ -165,23 +259,68 @@ class _Trial:
 
     calls: dict[nn.Module, list[_ModuleCall]]
     edges: Counter[tuple[Any, int]]
-    found: dict[_Kind, int] = field(default_factory=dict)
+    found: dict[_Kind, _Found] = field(default_factory=dict)
     others: set[_Kind] = field(default_factory=set)
-    """Those of the same name and class that were found not to be position by position."""
+    """Those of the same name and class that were found to be otherwise."""
 
     def run(self, holder: nn.Module, module: nn.Module) -> None:
         """Try a module."""
         kind = _Kind.of(holder, module)
-        if not self._is_position_wise(module):
+        if self._is_groupable(module):
+            self._note(kind, _Found(self._uses(module), attends=True))
+        elif not self._is_position_wise(module):
             self.others.add(kind)
         elif self._is_worth_it(module):
-            self.found[kind] = max(self.found.get(kind, 1), self._uses(module))
+            self._note(kind, _Found(self._uses(module)))
+
+    def _note(self, kind: _Kind, found: _Found) -> None:
+        known = self.found.get(kind, found)
+        self.found[kind] = replace(found, uses=max(found.uses, known.uses))
+
+    def join(self, candidates: list[tuple[nn.Module, nn.Module]]) -> None:
+        """Let norms pass with the modules behind them that alone read what they return."""
+        joined: dict[_Kind, _Found] = {}
+        apart: set[_Kind] = set()
+        for holder, module in candidates:
+            kind = _Kind.of(holder, module)
+            norm = self._norm_before(holder, module)
+            if norm is None:
+                apart.add(kind)
+            else:
+                name = next(name for name, each in holder.named_modules() if each is norm)
+                joined[kind] = replace(self.found[kind], uses=self._uses(norm), before=name)
+        self.found |= {kind: found for kind, found in joined.items() if kind not in apart}
+
+    def _norm_before(self, holder: nn.Module, module: nn.Module) -> nn.Module | None:
+        if _Kind.of(holder, module) not in self.found or len(self.calls.get(module, [])) != 1:
+            return None
+        hidden = self.calls[module][0].hidden
+        norms = [each for each, calls in self.calls.items() if any(call.output is hidden for call in calls)]
+        if len(norms) != 1 or norms[0] not in holder.children() or norms[0] is module:
+            return None
+        kind = _Kind.of(holder, norms[0])
+        if kind not in self.found or kind in self.others or self.found[kind].attends:
+            return None
+        own, all_uses = self._own_uses(module)
+        return norms[0] if own == all_uses else None
+
+    def _is_groupable(self, module: nn.Module) -> bool:
+        """Whether a module is attention that gives the same in tiles and groups of heads."""
+        calls = self.calls.get(module, [])
+        if len(calls) != 1 or calls[0].hidden is None:
+            return False
+        kwargs = {key: None if "mask" in key else value for key, value in calls[0].kwargs.items()}
+        try:
+            return groupable(GroupedAttention(module, _CUT, module.forward), calls[0].args, kwargs)
+        except Exception as error:  # each class refuses in a way of its own what it cannot be given
+            _log.debug("%s runs whole: %s", type(module).__name__, first_line(error))
+            return False
 
     def _is_position_wise(self, module: nn.Module) -> bool:
         call = self._only_call(module)
-        if call is None:
+        if call is None or call.hidden is None:
             return False
-        (hidden,) = call.given
+        hidden = call.hidden
         with torch.no_grad():
             parts = [module(part.contiguous()) for part in (hidden[:, :_CUT], hidden[:, _CUT:])]
         again = torch.cat(parts, dim=1)
@@ -202,7 +341,8 @@ class _Trial:
     def _is_worth_it(self, module: nn.Module) -> bool:
         call = self._only_call(module)
         assert call is not None
-        hidden = call.given[0].detach().requires_grad_()
+        assert call.hidden is not None
+        hidden = call.hidden.detach().requires_grad_()
         known = {each.untyped_storage().data_ptr() for each in (hidden, *module.parameters())}
         kept: dict[int, int] = {}
 
@@ -218,11 +358,21 @@ class _Trial:
 
     def _uses(self, module: nn.Module) -> int:
         """Return how often a module uses its input, if something else does too; else 1."""
-        call = self._only_call(module)
-        assert call is not None
-        hidden = call.given[0]
+        own, all_uses = self._own_uses(module)
+        return own if all_uses > own else 1
+
+    def _own_uses(self, module: nn.Module) -> tuple[int, int]:
+        """Return how often a module uses its input, and how often it is used by anything."""
+        call = self.calls[module][0]
+        hidden = call.hidden
+        assert hidden is not None
         leaf = hidden.detach().requires_grad_()
+
+        def other(value: Any) -> Any:
+            return leaf if value is hidden else value
+
         with torch.enable_grad():
-            inside = _edges(module(leaf))
+            output = module(*map(other, call.args), **{key: other(v) for key, v in call.kwargs.items()})
+        inside = _edges(*(each for each in tree_leaves(output) if isinstance(each, Tensor)))
         own = sum(number for (node, _), number in inside.items() if getattr(node, "variable", None) is leaf)
-        return own if self.edges[hidden.grad_fn, hidden.output_nr] > own else 1
+        return own, self.edges[hidden.grad_fn, hidden.output_nr]

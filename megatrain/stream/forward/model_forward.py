@@ -24,8 +24,7 @@ from megatrain.model.head.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import RowSums, Share
-from megatrain.model.tiles.position_wise import position_wise_modules
-from megatrain.model.tiles.tiled import Tiled
+from megatrain.model.tiles.position_wise import stand_ins
 from megatrain.model.weights.kept import refuse_to_save
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
@@ -94,7 +93,7 @@ class ModelForward:
         self._pass: Pass | None = None
         self._is_in_chunk = False
         """A chunk of the head runs, and finds weights in place of the modules' own."""
-        self._tiles: dict[nn.Module, Tiled] = {}
+        self._tiles: dict[nn.Module, Callable[..., Any]] = {}
         """What stands for modules that rows pass in tiles."""
         self._is_removed = False
         self._shared_state = SharedState(model)
@@ -123,18 +122,15 @@ class ModelForward:
         move_buffers(self._model, self._device)
         batch = self._arrangement.binding.job.batch
         if batch is not None and batch.tile:
-            modules = position_wise_modules(self._model, self._arrangement.layer_modules)
-            self._tiles = {
-                module: Tiled(
-                    module,
-                    batch.tile,
-                    module.forward if compiler is None else compiler.runner(module, module.forward),
-                    uses=uses,
-                )
-                for module, uses in modules.items()
-            }
-        for module, tiled in self._tiles.items():
-            self._overrides.replace(module, tiled)
+            self._tiles = stand_ins(
+                self._model,
+                self._arrangement.layer_modules,
+                batch.tile,
+                compiled=None if compiler is None else compiler.runner,
+                are_apart=self._are_apart,
+            )
+        for module, stand_in in self._tiles.items():
+            self._overrides.replace(module, stand_in)
         for number, layer in enumerate(self._arrangement.layers):
             self._override_layer(layer, number, compiler)
         for module in self._entries:
@@ -160,6 +156,11 @@ class ModelForward:
         blocks = self._arrangement.binding.blocks
         parameters = {name: tensor for block in blocks for name, tensor in block.parameters.items()}
         self._overrides.refuse_optimizers(parameters, optimizer)
+
+    def _are_apart(self, norm: nn.Module, module: nn.Module) -> bool:
+        """Whether two modules of a layer are in two fragments of it."""
+        blocks = [block.block for layer in self._arrangement.layers for block in layer.blocks]
+        return any((norm in block.entries) != (module in block.entries) for block in blocks)
 
     def adopt_forward(self) -> None:
         """Let calls come in through the forward that the model has now, put on it after `override`.

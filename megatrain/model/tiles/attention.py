@@ -1,0 +1,497 @@
+"""Attention in tiles and groups: what is before and behind it passes a tile at a time, heads in groups.
+
+The module's own forward runs on tiles of tokens. Where it asks transformers' registry for its attention
+function, it is stopped, with the queries, keys and values of the tile; another run gives it what attention
+returned, and goes on to the module's output. So no model is rewritten, and queries, keys and values are there
+as wholes for one group of heads alone.
+
+The output of attention and its log-sum-exp are kept, so that attention runs no second time. In the backward,
+gradients of a group's queries take the place of its output. The module's products run again for each group,
+whole, so that every number is that of the product in the forward.
+
+Source: the memory-efficient order of StreamBP (Luo et al., 2025) and Untied Ulysses (2026), for one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers import Cache, DynamicCache
+from transformers.modeling_utils import AttentionInterface
+
+from megatrain.errors import ModelError
+from megatrain.model.selective import is_attention, kept_by_none
+from megatrain.model.tiles.calls import TiledCall, Uses, called
+
+GROUPS = 4
+"""Most groups of heads: products run again for each, and what a group needs is as much smaller."""
+
+
+class GroupedAttention:
+    """Stands for the forward of an attention module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tokens: int,
+        inner: Callable[..., Any],
+        *,
+        uses: int = 1,
+        before: nn.Module | None = None,
+    ) -> None:
+        """Prepare; the module is not changed.
+
+        Args:
+            module: A module that calls one attention function (`groupable`).
+            tokens: The tokens of a tile.
+            inner: The module's own forward.
+            uses: As of `Tiled`.
+            before: The norm that a tile passes first; None: none does.
+        """
+        self.module, self.tokens, self.inner, self.uses, self.before = module, tokens, inner, uses, before
+        self._norm = before.forward if before is not None else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module of (rows, tokens, width)."""
+        given = _Given.of(*map(_without_caches, (args, kwargs)))
+        if given is None or given.hidden.shape[1] <= self.tokens:
+            return self.whole(args, kwargs)
+        run = _Run(self, given)
+        core = run.core()
+        if core is None:
+            return self.whole(args, kwargs)
+        modules = [self.module] if self.before is None else [self.before, self.module]
+        call = _Call(modules, self.tokens, self.uses, run, core)
+        output = called(call, given.hidden)
+        return output, *[None] * call.num_others
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module on whole rows."""
+        if self._norm is None:
+            return self.inner(*args, **kwargs)
+        given = _Given.of(args, kwargs, with_cache=True)
+        if given is None:
+            raise ModelError(f"{type(self.module).__name__} was called without a hidden state")
+        return given.run(self.inner, self._norm(given.hidden))
+
+    def tile(self, given: _Given, part: Tensor) -> Any:
+        """Run the module on a tile."""
+        return given.run(self.inner, part if self._norm is None else self._norm(part))
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a module is called with; the first tensor of it is the hidden state."""
+
+    hidden: Tensor
+    key: int | str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_cache: bool = False) -> _Given | None:
+        """Find the hidden state; None: there is none of (rows, tokens, width), or a cache beside it."""
+        if not with_cache and any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            return None
+        keys: list[int | str] = [*range(len(args)), *kwargs]
+        for key, value in zip(keys, [*args, *kwargs.values()], strict=True):
+            if isinstance(value, Tensor):
+                is_hidden = value.dim() == 3 and value.is_floating_point()
+                return cls(value, key, args, kwargs) if is_hidden else None
+        return None
+
+    def run(self, inner: Callable[..., Any], hidden: Tensor) -> Any:
+        """Call a function with another hidden state."""
+        args = [hidden if n == self.key else value for n, value in enumerate(self.args)]
+        return inner(*args, **{k: hidden if k == self.key else value for k, value in self.kwargs.items()})
+
+    def tile(self, tile: slice) -> tuple[_Given, dict[int, Tensor]]:
+        """Return the same for some tokens, and the whole of every tensor that was cut, by its part's id."""
+        wholes: dict[int, Tensor] = {}
+        length = self.hidden.shape[1]
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value is self.hidden:
+                return value
+            part = value[:, tile] if value.dim() > 1 and value.shape[1] == length else value
+            wholes[id(part)] = value
+            return part
+
+        args, kwargs = tree_map(cut, (self.args, dict(self.kwargs)))
+        return _Given(self.hidden, self.key, args, kwargs), wholes
+
+
+def _without_caches(given: Any) -> Any:
+    """Leave caches out that a training forward fills and nobody reads: `with_own_caches`."""
+
+    def is_idle(value: Any) -> bool:
+        return type(value) is DynamicCache and torch.is_grad_enabled() and value.get_seq_length() == 0
+
+    return tree_map(lambda value: None if is_idle(value) else value, given)
+
+
+class _Stopped(BaseException):
+    """A module has come to its attention."""
+
+    def __init__(self, asked: _Asked) -> None:
+        super().__init__()
+        self.asked = asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call of an attention function."""
+
+    function: Callable[..., Any]
+    heads: tuple[Tensor, Tensor, Tensor]
+    """Queries, keys and values: (rows, heads, tokens, size)."""
+    mask: Any
+    more: Mapping[str, Any]
+
+
+@contextmanager
+def _attended_by(attend: Callable[[_Asked], Any]) -> Iterator[None]:
+    """Let modules that ask for their attention function call another one."""
+    inner = AttentionInterface.get_interface
+
+    def get_interface(registry: AttentionInterface, name: str, default: Callable[..., Any]) -> Any:
+        function = inner(registry, name, default)
+
+        def called(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+            return attend(_Asked(function, (query, key, value), mask, more))
+
+        return called
+
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = inner
+
+
+def _stop(asked: _Asked) -> NoReturn:
+    raise _Stopped(asked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """The attention of whole rows."""
+
+    function: Callable[..., Any]
+    mask: Any
+    more: Mapping[str, Any]
+    groups: int
+    """The number of groups of heads."""
+
+
+class _Run:
+    """Runs one module with what it was called with."""
+
+    def __init__(self, attention: GroupedAttention, given: _Given) -> None:
+        self.module, self._attention, self._given = attention.module, attention, given
+
+    @property
+    def hidden(self) -> Tensor:
+        """Return the hidden state that the module is given."""
+        return self._given.hidden
+
+    def asked(self, part: Tensor, tile: slice) -> _Asked:
+        """Return what a tile asks attention for."""
+        given, _ = self._given.tile(tile)
+        try:
+            with _attended_by(_stop):
+                self._attention.tile(given, part)
+        except _Stopped as stopped:
+            return stopped.asked
+        raise AssertionError("a module that asks for attention in trials does not ask for it")
+
+    def output(self, part: Tensor, attended: Tensor, tile: slice) -> Any:
+        """Return the module's output for a tile, given what attention returned for it."""
+        given, _ = self._given.tile(tile)
+        with _attended_by(lambda _: (attended, None)):
+            return self._attention.tile(given, part)
+
+    def core(self) -> _Core | None:
+        """Find the attention of whole rows, from what the first tile asks for; None: it cannot be known."""
+        tile = slice(0, self._attention.tokens)
+        given, wholes = self._given.tile(tile)
+        part = given.hidden[:, tile].detach().contiguous()
+        try:
+            with _attended_by(_stop), kept_by_none(), torch.no_grad():
+                self._attention.tile(given, part)
+        except _Stopped as stopped:
+            asked = stopped.asked
+        else:
+            return None
+        if asked.more.get("dropout"):
+            return None
+        flat, tree = tree_flatten((asked.mask, dict(asked.more)))
+        for n, leaf in enumerate(flat):
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in wholes or wholes[id(leaf)].requires_grad:
+                    return None
+                flat[n] = wholes[id(leaf)]
+        mask, more = tree_unflatten(flat, tree)
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] != 1:
+            return None
+        query, key, value = asked.heads
+        of_keys = key.shape[1]
+        if query.shape[1] % of_keys or value.shape[1] != of_keys:
+            return None
+        groups = next(n for n in range(GROUPS, 0, -1) if of_keys % n == 0)
+        return _Core(asked.function, mask, more, groups)
+
+
+class _Call(TiledCall):
+    """One call."""
+
+    def __init__(self, modules: Sequence[nn.Module], tokens: int, uses: int, run: _Run, core: _Core) -> None:
+        super().__init__(modules, tokens, uses, run.hidden)
+        self._run, self._core = run, core
+        self.num_others = 0
+        """The values that the module returns beside its output: none of them is a tensor."""
+        self._recipes: list[_Recipe] = []
+
+    def compute(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the module's output, and what attention has returned, by group."""
+        kept: list[Tensor] = []
+        recipes: list[_Recipe] = []
+        attended: list[Tensor] = []
+        with torch.no_grad():
+            waiting = self._heads(hidden, range(self._core.groups))
+            while waiting:
+                noting = _Noting()
+                with noting:
+                    attended.append(self._attend(waiting.pop(0)))
+                recipe, tensors = _Recipe.of(attended[-1], noting.outputs)
+                recipes.append(recipe)
+                kept += [attended[-1], *tensors]
+            output: Tensor | None = None
+            with kept_by_none():
+                for tile in self.tiles(hidden):
+                    part = torch.cat([each[:, tile] for each in attended], dim=2)
+                    whole = self._run.output(hidden[:, tile].contiguous(), part, tile)
+                    if output is None:
+                        self.num_others = len(whole) - 1
+                        output = whole[0].new_empty((*hidden.shape[:2], *whole[0].shape[2:]))
+                    output[:, tile] = whole[0]
+        self._recipes = recipes
+        assert output is not None
+        return output, kept
+
+    def go_back(self, hidden: Tensor, gradient: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> None:
+        """Go back through what is behind attention, attention by groups, and what is before it."""
+        attended, results = [], []
+        for recipe in self._recipes:
+            attended.append(kept.pop(0))
+            results.append([kept.pop(0) for _ in range(recipe.number)])
+        of_attended = self._behind(hidden, gradient, leaves, attended)
+        del gradient
+        of_heads: list[Sequence[Tensor]] = []
+        for group, recipe in enumerate(self._recipes):
+            (heads,) = self._heads(hidden, range(group, group + 1))
+            for each in heads:
+                each.requires_grad_()
+            with _Giving(recipe.outputs(attended.pop(0), results.pop(0))):
+                found = self._attend(heads)
+            of_heads.append(torch.autograd.grad(found, heads, of_attended.pop(0)))
+            del found, heads, each
+        for tile in self.tiles(hidden):
+            part = hidden[:, tile].detach().contiguous().requires_grad_(self.wants_input)
+            apart = Uses(part) if self.wants_input and self.uses > 1 else None
+            with apart or nullcontext():
+                asked = self._run.asked(part, tile).heads
+            wanted = [n for n, each in enumerate(asked) if each.requires_grad]
+            gradients = [torch.cat([each[n][:, :, tile] for each in of_heads], dim=1) for n in wanted]
+            if wanted:
+                self.take([asked[n] for n in wanted], gradients, part, apart, leaves, tile)
+            del part, apart, asked, gradients
+
+    def _behind(
+        self, hidden: Tensor, gradient: Tensor, leaves: list[Tensor], attended: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the gradients of what attention returned, by group, and take those of weights behind it."""
+        found = [torch.empty_like(each) for each in attended]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        for tile in self.tiles(hidden):
+            part = torch.cat([each[:, tile] for each in attended], dim=2).requires_grad_()
+            whole = self._run.output(hidden[:, tile].detach().contiguous(), part, tile)
+            of_part, *of_weights = torch.autograd.grad(
+                whole[0],
+                [part, *trained],
+                gradient[:, tile].contiguous(),
+                allow_unused=True,
+            )
+            self.add(of_weights)
+            for room, own in zip(found, of_part.split([each.shape[2] for each in found], 2), strict=True):
+                room[:, tile] = own
+            del part, whole, of_part, of_weights, own, room
+        return found
+
+    def _attend(self, heads: Sequence[Tensor]) -> Tensor:
+        """Return what attention returns for a group: (rows, tokens, heads, size)."""
+        core = self._core
+        found: Tensor = core.function(self._run.module, *heads, core.mask, **core.more)[0]
+        return found
+
+    def _heads(self, hidden: Tensor, groups: range) -> list[Sequence[Tensor]]:
+        """Return queries, keys and values of whole rows, by group: (rows, heads, tokens, size)."""
+        found: list[list[Tensor]] = []
+        with kept_by_none(), torch.no_grad():
+            for tile in self.tiles(hidden):
+                wholes = self._run.asked(hidden[:, tile].contiguous(), tile).heads
+                if not found:
+                    found = [[self._room(each, hidden.shape[1]) for each in wholes] for _ in groups]
+                for group, rooms in zip(groups, found, strict=True):
+                    for room, whole in zip(rooms, wholes, strict=True):
+                        number = room.shape[1]
+                        room[:, :, tile] = whole[:, group * number : (group + 1) * number]
+        return [*found]
+
+    def _room(self, part: Tensor, tokens: int) -> Tensor:
+        rows, heads, _, size = part.shape
+        return part.new_empty(rows, tokens, heads // self._core.groups, size).transpose(1, 2)
+
+
+class _Noting(TorchDispatchMode):
+    """Takes note of what attention returns."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if is_attention(func):
+            self.outputs.append(tree_map(_detached, output))
+        return output
+
+
+class _Giving(TorchDispatchMode):
+    """Hands out what attention has returned, in order, in place of running it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._outputs and is_attention(func):
+            return self._outputs.pop(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor in the memory of what the attention function returned."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A tensor with memory of its own."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How the outputs of one group's operations of attention are made of tensors that are kept once."""
+
+    leaves: list[Any]
+    tree: Any
+
+    @classmethod
+    def of(cls, attended: Tensor, outputs: list[Any]) -> tuple[_Recipe, list[Tensor]]:
+        """Take outputs apart, and return the tensors that are not views of what the function returned."""
+        leaves, tree = tree_flatten(outputs)
+        tensors: list[Tensor] = []
+        fills = attended.is_contiguous() and attended.untyped_storage().nbytes() == attended.nbytes
+        for n, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            is_there = leaf.untyped_storage()._cdata == attended.untyped_storage()._cdata
+            if fills and is_there and leaf.numel() == attended.numel() and leaf.dtype == attended.dtype:
+                leaves[n] = _View(leaf.shape, leaf.stride())
+            else:
+                leaves[n] = _Own(len(tensors))
+                tensors.append(leaf)
+        return cls(leaves, tree), tensors
+
+    @property
+    def number(self) -> int:
+        """Return the number of tensors with memory of their own."""
+        return sum(isinstance(leaf, _Own) for leaf in self.leaves)
+
+    def outputs(self, attended: Tensor, tensors: list[Tensor]) -> list[Any]:
+        """Return the outputs again."""
+
+        def made(leaf: Any) -> Any:
+            if isinstance(leaf, _View):
+                return attended.as_strided(leaf.size, leaf.stride).detach()
+            return tensors[leaf.number].detach() if isinstance(leaf, _Own) else leaf
+
+        outputs: list[Any] = tree_unflatten([made(leaf) for leaf in self.leaves], self.tree)
+        return outputs
+
+
+def groupable(attention: GroupedAttention, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an attention module gives in tiles and groups what it gives as a whole.
+
+    Args:
+        attention: What would stand for it, without a norm before it.
+        args: What the module is called with.
+        kwargs: The same by name; no mask is given.
+    """
+    attended: list[Tensor] = []
+
+    def attend(asked: _Asked) -> Any:
+        output = asked.function(attention.module, *asked.heads, asked.mask, **asked.more)
+        attended.append(output[0])
+        return output
+
+    given = _Given.of(args, kwargs)
+    if given is None:
+        return False
+    with _attended_by(attend):
+        expected = given.run(attention.inner, given.hidden)
+    if (
+        len(attended) != 1
+        or not isinstance(expected, tuple)
+        or any(each is not None for each in expected[1:])
+    ):
+        return False
+    run = _Run(attention, given)
+    if run.core() is None:
+        return False
+    tile = slice(0, given.hidden.shape[1])
+    hidden = given.hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        part = attended[0].detach().requires_grad_()
+        output = run.output(hidden, part, tile)[0]
+        beside = torch.autograd.grad(output.sum(), hidden, allow_unused=True)[0]
+    if beside is not None:  # a gate: what is behind attention reads the hidden state again
+        return False
+    with torch.no_grad():
+        found = attention(*args, **kwargs)
+    return torch.allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
