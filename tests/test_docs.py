@@ -96,6 +96,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("planning.plan_report", "report"),
         ("planning.scale", "plan_scale"),
         ("planning.scale", "scale_report"),
+        ("planning.longest.find", "find_longest"),
+        ("planning.longest.report", "longest_report"),
         ("report.page", "write_report"),
         ("report.runs", "list_runs"),
         ("report.runs", "show_run"),
@@ -132,6 +134,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     )
     monkeypatch.setattr(
         sys.modules["megatrain.train.planning.scale"], "plan_scale", lambda *_, **__: planned.plan
+    )
+    longest = types.SimpleNamespace(planned=planned)
+    monkeypatch.setattr(
+        sys.modules["megatrain.train.planning.longest.find"], "find_longest", lambda *_, **__: longest
     )
     return seen
 

@@ -29,7 +29,7 @@ from megatrain.train.planning.plan_run import rates_note
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
-REASONS = ("several GPUs", "context above 128k", "stale updates", "settings unknown")
+REASONS = ("several GPUs", "stale updates", "settings unknown")
 
 MISSED = {("a100", "Llama-3.2-1B", length) for length in (8192, 16384, 32768, 65536)}
 """Rows whose error is beyond the aim, and why: `docs/planning.md`."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +39,7 @@ _ROWS = Path(__file__).parent / "rows.json"
 _SCALING = Path(__file__).parent / "scaling.json"
 _HELD_OUT = Path(__file__).parent / "held_out.json"
 _EXPERTS = Path(__file__).parent / "experts.json"
+_LONG = Path(__file__).parent / "long.json"
 _HOST_SHARE = 0.8
 """Of the host memory's rate, what updates reach: as in the machine files."""
 _FLASH2 = ("a100", "rtx-3090", "rtx-5090")
@@ -85,6 +86,9 @@ class System:
     """FlashAttention-2's backward runs in its deterministic mode."""
     attention_share: float | None = None
     """The rate of its attention over that of FlashAttention-2; None: the machine's own."""
+    attention: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By machine, the FLOP/s of its attention for heads of 128, forward and backward, where that is not the
+    machine's own."""
     fuses_head: bool | None = None
     """Operations of head and loss are joined; None: as those of layers."""
     dispatches_once: bool = False
@@ -122,6 +126,8 @@ class Row:
     """None: as its system."""
     experts: int = 1
     """The GPUs of a node that share out the experts of each layer; 1: each computes with all of them."""
+    source: str = ""
+    """Where it is in its system's source; empty: that says it."""
     left_out: str = ""
     """Why it is not predicted."""
 
@@ -156,6 +162,11 @@ def _rows_of(path: Path) -> tuple[Row, ...]:
 def rows() -> Iterator[Row]:
     """Yield all rows of one GPU, those left out too."""
     yield from _rows_of(_ROWS)
+
+
+def long_rows() -> tuple[Row, ...]:
+    """Return the rows of one GPU with more than 131,072 tokens each."""
+    return _rows_of(_LONG)
 
 
 def scaling_rows() -> tuple[Row, ...]:
@@ -334,6 +345,8 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
     spec = replace(spec, launches_per_s=None)  # none is bound by launches: large batches, or no Python
     if system.is_deterministic and row.machine in _FLASH2:
         spec = deterministic_spec(spec, row.micro_batch_size * _sizes(row.model)[3])
+    if row.machine in system.attention:
+        spec = _at_rates(spec, *system.attention[row.machine])
     if system.attention_share is not None:
         spec = _with_attention(spec, system.attention_share * spec.flash2_share)
     if system.stages_weights:
@@ -362,6 +375,16 @@ def machine_of(row: Row, spec: HardwareSpec) -> HardwareSpec:
         return spec
     spec = replace(spec, update_params_per_s={1: rate}, compressed_params_per_s={})
     return _on_devices(spec) if row.gpus * row.nodes > 1 and not system.update_bytes else spec
+
+
+def _at_rates(spec: HardwareSpec, forward: float, backward: float) -> HardwareSpec:
+    """Return a machine whose attention in bf16, with heads of 128, runs at these rates."""
+    behind = spec.attention_backward_flops_per_s or spec.attention_flops_per_s
+    return replace(
+        spec,
+        attention_flops_per_s={**spec.attention_flops_per_s, "bf16": forward},
+        attention_backward_flops_per_s={**behind, "bf16": backward},
+    )
 
 
 def _with_attention(spec: HardwareSpec, share: float) -> HardwareSpec:

@@ -14,7 +14,7 @@ from megatrain.cli.importing import importing
 from megatrain.cli.log import showing
 from megatrain.cli.machine import caller, planned_machine
 from megatrain.cli.settings import given_settings
-from megatrain.errors import CapacityError
+from megatrain.errors import CapacityError, ConfigError
 from megatrain.recipes import place, shapes
 
 if TYPE_CHECKING:
@@ -73,6 +73,9 @@ def plan(
     scale: Annotated[
         bool, typer.Option("--scale", help="Plan for 1 to 1,024 GPUs, each with the same tokens per step.")
     ] = False,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Find the longest row that fits, and what is in its way.")
+    ] = False,
     tokens_per_step: Annotated[int | None, typer.Option(help="(train.tokens_per_step)")] = None,
     tokens: Annotated[
         str | None, typer.Option(metavar="20B", help="Tokens to train on, also 2e9; default: 1B.")
@@ -113,6 +116,10 @@ def plan(
     shape = None if hf_config is None else Path(place(hf_config, shapes()))
     asked: dict[str, Any] = {"source": source, "hf_config": shape}
     num_tokens = None if tokens is None else parse_tokens(tokens)
+    if longest:
+        refused = {"--scale": scale, "--explain": explain, "--seq-len": seq_len is not None}
+        if excluded := [name for name, is_given in refused.items() if is_given]:
+            raise ConfigError(f"--longest does not go with {' and '.join(excluded)}; leave it out")
     with showing("plan") as progress:
         asking = caller(progress, measures=False)
         if scale:
@@ -121,8 +128,15 @@ def plan(
             found = plan_scale(raw, planned_machine(machine, ram, nvme, gpus=gpus), caller=asking, **asked)
             print(scale_report(found, as_json=as_json))
             raise typer.Exit(0 if found.fits else CapacityError.exit_code)
-        shown = {"price_per_hour_usd": price_per_hour, "as_json": as_json, "explains": explain}
         whole = planned_machine(machine, ram, nvme, gpus=gpus, nodes=nodes)
+        if longest:
+            from megatrain.train.planning.longest.find import find_longest
+            from megatrain.train.planning.longest.report import longest_report
+
+            row = find_longest(raw, whole, tokens=num_tokens, caller=asking, **asked)
+            print(longest_report(row, price_per_hour_usd=price_per_hour, as_json=as_json))
+            raise typer.Exit(row.planned.verdict.exit_code)
+        shown = {"price_per_hour_usd": price_per_hour, "as_json": as_json, "explains": explain}
         print_plan(raw, whole, asking, shown=shown, tokens=num_tokens, **asked)
 
 

@@ -63,22 +63,30 @@ class Rates:
 
     def forward_s(self, cost: Cost) -> float:
         """Return the seconds of a layer's forward on the device; operations run one after the other."""
-        return self._pass_s(cost, self.spec.attention_flops_per_s, is_fused=self.kernels.fuses_layers)
+        return self._pass_s(cost, self.attention_s(cost), is_fused=self.kernels.fuses_layers)
 
     def backward_s(self, cost: Cost) -> float:
         """Return the seconds of a layer's backward."""
-        rates = self.spec.attention_backward_flops_per_s or self.spec.attention_flops_per_s
-        return self._pass_s(cost, rates, is_fused=self.kernels.fuses_layers)
+        return self._pass_s(cost, self.attention_backward_s(cost), is_fused=self.kernels.fuses_layers)
 
     def head_s(self, cost: Cost) -> float:
         """Return the seconds of a pass of head and loss, which has no attention."""
-        return self._pass_s(cost, self.spec.attention_flops_per_s, is_fused=self.kernels.fuses_head)
+        return self._pass_s(cost, self.attention_s(cost), is_fused=self.kernels.fuses_head)
 
-    def _pass_s(self, cost: Cost, attention: Mapping[str, float], *, is_fused: bool) -> float:
+    def attention_s(self, cost: Cost) -> float:
+        """Return the seconds of the attention in a layer's forward."""
+        return self._attention_s(cost, self.spec.attention_flops_per_s)
+
+    def attention_backward_s(self, cost: Cost) -> float:
+        """Return the seconds of the attention in a layer's backward."""
+        rates = self.spec.attention_backward_flops_per_s or self.spec.attention_flops_per_s
+        return self._attention_s(cost, rates)
+
+    def _pass_s(self, cost: Cost, attention_s: float, *, is_fused: bool) -> float:
         """Return the time of the kernels, or of launching them if that is longer."""
         computed_s = (
             cost.matmul_flops / self.matmul_flops_per_s
-            + (cost.attention_flops / self._attention_rate(attention) if cost.attention_flops else 0.0)
+            + attention_s
             + self.device_pass_s(cost.fused_bytes if is_fused else cost.moved_bytes)
         )
         launches = self.spec.launches_per_s
@@ -86,8 +94,10 @@ class Rates:
             computed_s = max(computed_s, (cost.num_kernels if is_fused else cost.num_operations) / launches)
         return computed_s + (self.swap_s(cost.swapped_bytes) if cost.swapped_bytes else 0.0)
 
-    def _attention_rate(self, rates: Mapping[str, float]) -> float:
-        return rates.get(f"{self.precision}:{self.head_dim}", rates[self.precision])
+    def _attention_s(self, cost: Cost, rates: Mapping[str, float]) -> float:
+        if not cost.attention_flops:
+            return 0.0
+        return cost.attention_flops / rates.get(f"{self.precision}:{self.head_dim}", rates[self.precision])
 
     def device_pass_s(self, nbytes: float) -> float:
         """Return the seconds in which the device reads or writes so many bytes of its own memory."""

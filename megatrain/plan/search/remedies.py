@@ -20,7 +20,7 @@ from megatrain.plan.search.least_memory import enough_drives, enough_ram, fits
 from megatrain.plan.search.request import Request
 from megatrain.plan.search.sizes import DRIVE_SIZES, MEMORY_SIZES, Size, least_size
 
-_SHORTEST = 256
+SHORTEST = 256
 """Tokens: shorter sequences are not proposed."""
 
 _MOST_SETTINGS, _MOST_MEMORY = 2, 3
@@ -278,7 +278,7 @@ def _lengths(request: Request, recount: Callable[..., Anatomy]) -> Iterator[Reme
     does not fit after all is followed by half of it.
     """
     batch, tier = request.batch, "ram" if request.spec.is_cpu else "device"
-    lengths = [length for part in (2, 4, 8, 16, 32, 64) if (length := batch.seq_len // part) >= _SHORTEST]
+    lengths = [length for part in (2, 4, 8, 16, 32, 64) if (length := batch.seq_len // part) >= SHORTEST]
 
     def remedy(length: int) -> Remedy:
         count = batch.num_micro_batches * (batch.seq_len // length)

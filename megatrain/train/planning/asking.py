@@ -96,6 +96,7 @@ class Reads(Enum):
 
     ALL = "those of the run, as the run does"
     HERE = "those that are on this machine, and can be tokenised"
+    NONE = "none: the run is planned as one with enough of them"
 
 
 def ask(
@@ -107,6 +108,7 @@ def ask(
     reads: Reads = Reads.HERE,
     point: ResumePoint = NEW_RUN,
     caller: Caller = NOBODY,
+    beyond_context: bool = False,
 ) -> Asked:
     """Read the settings and the data to be planned, and count the model.
 
@@ -118,6 +120,7 @@ def ask(
         reads: The data that are looked at.
         point: The point from which the run resumes.
         caller: The folders that are kept between plans, and the function that shows progress.
+        beyond_context: Whether rows may be longer than the model's context.
 
     Raises:
         ConfigError: A setting is wrong, or settings exclude each other.
@@ -143,7 +146,8 @@ def ask(
     on_cpu = machine.is_cpu(config) if isinstance(machine, OwnMachine) else not machine.has_accelerator
     rows = model.rows
     config = with_rows(config, context=rows.longest, on_cpu=on_cpu)
-    check_row(config.data.seq_len, rows, is_set=scaling is not None)
+    if not beyond_context:
+        check_row(config.data.seq_len, rows, is_set=scaling is not None)
     data, notes = None, []
     why_not = _why_no_data(config, reads)
     if why_not is None:
@@ -207,7 +211,7 @@ def ask(
 def _why_no_data(config: Config, reads: Reads) -> str | None:
     """Return why the data are not looked at: None if they are, and empty if there are none."""
     paths = [source.path for source in config.data.sources]
-    if paths == [_NO_DATA]:
+    if paths == [_NO_DATA] or reads is Reads.NONE:
         return ""
     if reads is Reads.ALL:
         return None
@@ -301,7 +305,25 @@ def _require_one_rank(spec: HardwareSpec) -> None:
         )
 
 
+def planned_model(
+    raw: Mapping[str, Any], *, source: str, hf_config: str | Path | None = None, caller: Caller = NOBODY
+) -> PlannedModel:
+    """Return the model of settings, as `ask` with the same arguments counts it.
+
+    Raises:
+        ConfigError: A setting is wrong, or no model is named.
+    """
+    place = str(hf_config) if hf_config is not None else _model_path(raw)
+    config = build_config(_with(raw, {"model.path": place, "data.path": _NO_DATA}), source=source)
+    return PlannedModel(place, caller.counts, caller.progress, rope_scaling=config.model.rope_scaling)
+
+
 def _model_path(raw: Mapping[str, Any]) -> str:
+    """Return the place of the model that settings name.
+
+    Raises:
+        ConfigError: They name none.
+    """
     path = _value(raw, "model", "path")
     if not isinstance(path, str) or not path:
         raise ConfigError(

@@ -26,7 +26,7 @@ _WIDTH = 110
 _TINY = 1e-3
 """The share of a tier's need below which pools are not listed one by one."""
 _TIERS = {"device": "device", "ram": "host", "nvme": "drives"}
-_MEMORIES = {"device": "device memory", "ram": "host memory", "nvme": "room on drives"}
+MEMORIES = {"device": "device memory", "ram": "host memory", "nvme": "room on drives"}
 
 
 def report(
@@ -65,20 +65,20 @@ def report(
 def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
     """Return a plan as a page of text; the arguments are those of `plan_json`."""
     plan = planned.plan
-    rows = [*_head(planned), "", *_tiers(planned)]
+    rows = [*head(planned), "", *_tiers(planned)]
     if plan.fits:  # a plan that does not fit would not run
         rows += [*_step(planned), *_total(money)]
         if planned.verdict.wear is None:
             rows += _ways("spare", planned.spares)
     rows += _verdict(planned)
     if plan.fits:
-        rows += _row("setting", _settings(planned))
+        rows += row("setting", settings_text(planned))
     if planned.hint:
-        rows += _row("faster", planned.hint)
+        rows += row("faster", planned.hint)
     for note in planned.notes:
-        rows += _row("note", note)
+        rows += row("note", note)
     for line in lines:
-        rows += _row("why", line)
+        rows += row("why", line)
     return "\n".join(rows)
 
 
@@ -110,30 +110,31 @@ def explain(planned: Planned) -> list[str]:
     return lines
 
 
-def _head(planned: Planned) -> Iterator[str]:
+def head(planned: Planned) -> Iterator[str]:
+    """Yield the rows that name the model, the step, the data and the machine."""
     plan, request = planned.plan, planned.request
     anatomy, spec, batch = request.anatomy, request.spec, plan.batch
     masters = request.optimizer.summary
     size = f"{format_count(anatomy.num_params)} parameters, {counted(len(anatomy.layers), 'layer')}"
-    yield from _row("model", f"{planned.model}: {size}")
+    yield from row("model", f"{planned.model}: {size}")
     ranks = f"{batch.num_ranks:,} ranks x " if batch.num_ranks > 1 else ""
     shape = f"{ranks}{batch.num_micro_batches} x {batch.micro_batch_size} x {batch.seq_len:,}"
     shape += f" = {batch.step_tokens:,}"
     num_runs = batch.num_runs * batch.num_ranks
     runs = f" in {num_runs:,} runs (parallel.shards)" if num_runs > 1 else ""
-    yield from _row(
+    yield from row(
         "step",
         f"{shape} tokens{runs}; {anatomy.precision}, {masters}, "
         f"{'clipped' if request.clips else 'not clipped'}",
     )
     if planned.data:
-        yield from _row("data", planned.data)
+        yield from row("data", planned.data)
     drives = "no drives" if spec.drives is None else f"{_tera(spec.drives.nbytes)} on drives"
     device = "the host computes" if spec.is_cpu else spec.device
     gpus = f"{spec.num_gpus} x " if spec.num_gpus > 1 else ""
     nodes = f"{spec.num_nodes:,} nodes, each " if spec.num_nodes > 1 else ""
     machine = f"{nodes}{gpus}{device}, {_tera(spec.host_bytes)} of host memory, {drives}"
-    yield from _row("machine", f"{spec.name}: {machine}")
+    yield from row("machine", f"{spec.name}: {machine}")
 
 
 def _tiers(planned: Planned) -> Iterator[str]:
@@ -157,72 +158,76 @@ def _pools(pools: list[Pool], need: int) -> str:
     largest = sorted(pools, key=lambda pool: -pool.nbytes)
     shown = [pool for pool in largest if pool.nbytes >= _TINY * need]
     rest = sum(pool.nbytes for pool in largest[len(shown) :])
-    words = [f"{pool.name} {_number(pool.nbytes / unit)}" for pool in shown]
+    words = [f"{pool.name} {number_text(pool.nbytes / unit)}" for pool in shown]
     if rest >= _TINY * need:
-        words.append(f"others {_number(rest / unit)}")
+        words.append(f"others {number_text(rest / unit)}")
     return ", ".join(words)
 
 
 def _step(planned: Planned) -> Iterator[str]:
     plan = planned.plan
     bounds = sorted(plan.bounds_s.items(), key=lambda item: -item[1])
-    lanes = " | ".join(f"{name} {_seconds(seconds)}" for name, seconds in bounds)
-    yield from _row("time", f"{lanes} -> {_seconds(plan.step_s)}, bound by {plan.bound}")
+    lanes = " | ".join(f"{name} {seconds_text(seconds)}" for name, seconds in bounds)
+    yield from row("time", f"{lanes} -> {seconds_text(plan.step_s)}, bound by {plan.bound}")
     again = f" ({plan.hardware_mfu:.1%} with what is computed again)"
-    yield from _row("speed", f"{_number(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}{again}")
-    yield from _row(
+    yield from row("speed", f"{number_text(plan.tokens_per_s)} tokens/s, MFU {plan.mfu:.1%}{again}")
+    yield from row(
         "eval",
         f"{plan.tokens_together:,} tokens of an evaluation or a reference pass together: "
-        f"{_seconds(plan.pass_s)}, {binary(plan.pass_bytes)} to the device",
+        f"{seconds_text(plan.pass_s)}, {binary(plan.pass_bytes)} to the device",
     )
 
 
 def _total(money: Economics) -> Iterator[str]:
     parts = [f"{counted(money.steps, 'step')}, {format_duration(money.days * 86400)}"]
-    parts += [] if money.kwh is None else [f"{_number(money.kwh)} kWh"]
+    parts += [] if money.kwh is None else [f"{number_text(money.kwh)} kWh"]
     if money.usd is not None and money.usd_per_hour is not None:
-        parts.append(f"${_number(money.usd)} at ${money.usd_per_hour:.2f} per hour ({money.price_source})")
+        parts.append(
+            f"${number_text(money.usd)} at ${money.usd_per_hour:.2f} per hour ({money.price_source})"
+        )
     else:
         parts.append("no price known (--price-per-hour)")
-    yield from _row("total", f"{money.tokens:,} tokens: {', '.join(parts)}")
-    taken = "" if money.checkpoint_s is None else f", {_seconds(money.checkpoint_s)} to write to the drives"
-    yield from _row("saving", f"a checkpoint is {binary(money.checkpoint_bytes)}{taken}")
+    yield from row("total", f"{money.tokens:,} tokens: {', '.join(parts)}")
+    taken = (
+        "" if money.checkpoint_s is None else f", {seconds_text(money.checkpoint_s)} to write to the drives"
+    )
+    yield from row("saving", f"a checkpoint is {binary(money.checkpoint_bytes)}{taken}")
     if money.drive_written:
         days = money.drive_days
         lasts = "endurance not known" if days is None else f"{days:,.0f} days to rated endurance"
         per_day, total = _tera(money.drive_written_per_day), _tera(money.drive_written)
-        yield from _row("wear", f"{per_day} written to the drives per day, {total} in all; {lasts}")
+        yield from row("wear", f"{per_day} written to the drives per day, {total} in all; {lasts}")
 
 
 def _ways(name: str, texts: Sequence[str]) -> Iterator[str]:
     """List the remedies, one per row; each is enough."""
     for number, text in enumerate(texts):
-        yield from _row("or" if number else name, text)
+        yield from row("or" if number else name, text)
 
 
 def _verdict(planned: Planned) -> Iterator[str]:
     plan = planned.plan
     if not plan.fits:
         over = {tier: plan.tier_bytes(tier) - limit for tier, limit in plan.limits.items()}
-        short = [f"{binary(over[tier])} too little {_MEMORIES[tier]}" for tier in over if over[tier] > 0]
-        yield from _row("verdict", f"{planned.verdict.text}: {' and '.join(short)}")
+        short = [f"{binary(over[tier])} too little {MEMORIES[tier]}" for tier in over if over[tier] > 0]
+        yield from row("verdict", f"{planned.verdict.text}: {' and '.join(short)}")
         yield from _ways("use", [remedy.text for remedy in planned.remedies])
         if not planned.remedies:
-            yield from _row("use", "nothing that can be set makes it fit, nor does more memory or a drive")
+            yield from row("use", "nothing that can be set makes it fit, nor does more memory or a drive")
         return
     spare = [
-        f"{binary(limit - plan.tier_bytes(tier))} of {_MEMORIES[tier]}"
+        f"{binary(limit - plan.tier_bytes(tier))} of {MEMORIES[tier]}"
         for tier, limit in plan.limits.items()
         if tier != "nvme"
     ]
-    yield from _row("verdict", f"{planned.verdict.text}, with {' and '.join(spare)} to spare")
+    yield from row("verdict", f"{planned.verdict.text}, with {' and '.join(spare)} to spare")
     if planned.verdict.wear is not None:
         yield from _ways("use", [*planned.spares, "memory.accept_wear=true, to train all the same"])
     for reason in planned.verdict.reasons:
-        yield from _row("but", reason)
+        yield from row("but", reason)
 
 
-def _settings(planned: Planned) -> str:
+def settings_text(planned: Planned) -> str:
     """Return the choice as overrides of `train`."""
     plan = planned.plan
     words = [
@@ -247,11 +252,13 @@ def _settings(planned: Planned) -> str:
 def _bounds(plan: Plan) -> str:
     bounds = sorted(plan.bounds_s.items(), key=lambda item: -item[1])
     (name, longest), *others = bounds
-    rest = ", ".join(f"{other} {_seconds(seconds)}" for other, seconds in others)
+    rest = ", ".join(f"{other} {seconds_text(seconds)}" for other, seconds in others)
     over = plan.step_s / longest - 1
     beside = f" At the same time: {rest}." if rest else ""
     waiting = f" Operations that wait for each other make it {over:.1%} longer." if over >= 5e-4 else ""
-    return f"A step cannot be shorter than {_seconds(longest)}, which is what {name} takes.{beside}{waiting}"
+    return (
+        f"A step cannot be shorter than {seconds_text(longest)}, which is what {name} takes.{beside}{waiting}"
+    )
 
 
 def _needs(request: Request) -> Iterator[str]:
@@ -284,7 +291,7 @@ def _compare(plan: Plan, name: str, request: Request) -> str:
     other = make_plan(request)
     if not other.fits:
         return "" if plan.fits else f"{name} it does not fit either."
-    speed = f"{_number(other.tokens_per_s)} tokens/s, bound by {other.bound}"
+    speed = f"{number_text(other.tokens_per_s)} tokens/s, bound by {other.bound}"
     if not plan.fits:
         return f"{name} it fits: {speed}."
     gain = other.tokens_per_s / plan.tokens_per_s - 1
@@ -293,16 +300,18 @@ def _compare(plan: Plan, name: str, request: Request) -> str:
     return f"{name} it is {gain:.1%} faster: {speed}."
 
 
-def _row(name: str, text: str) -> Iterator[str]:
+def row(name: str, text: str) -> Iterator[str]:
+    """Yield the lines of a row of the page, the first with its name."""
     for number, line in enumerate(wrap(text, _WIDTH - 10)):
         yield f" {name if number == 0 else '':<8}{line}"
 
 
-def _seconds(seconds: float) -> str:
-    return f"{_number(seconds)} s" if seconds >= 0.1 else f"{_number(seconds * 1e3)} ms"
+def seconds_text(seconds: float) -> str:
+    """Return seconds, or milliseconds below a tenth of one."""
+    return f"{number_text(seconds)} s" if seconds >= 0.1 else f"{number_text(seconds * 1e3)} ms"
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
     """Return a number with three digits, never as a power of ten."""
     if value >= 999.5:
         return f"{value:,.0f}"
@@ -314,7 +323,7 @@ def _number(value: float) -> str:
 def _tera(nbytes: float) -> str:
     """Return bytes in TB or GB of 10^9 with binary units beside them; small sizes have binary units only."""
     if nbytes >= 1e12:
-        return f"{_number(nbytes / 1e12)} TB ({_number(nbytes / (1 << 40))} TiB)"
+        return f"{number_text(nbytes / 1e12)} TB ({number_text(nbytes / (1 << 40))} TiB)"
     if nbytes >= 1e9:
-        return f"{_number(nbytes / 1e9)} GB ({_number(nbytes / GIB)} GiB)"
+        return f"{number_text(nbytes / 1e9)} GB ({number_text(nbytes / GIB)} GiB)"
     return binary(round(nbytes))
