@@ -129,6 +129,11 @@ def _mask_makers(module: ModuleType) -> dict[str, Callable[..., Any]]:
     }
 
 
+def are_rows_shared(config: Any) -> bool:
+    """Whether ranks share out the rows that a module of this configuration is called with now."""
+    return _rows_of(config) is not None
+
+
 def _rows_of(config: Any) -> SharedRows | None:
     rows = _shared.get(id(config))
     return rows if rows is not None and rows.is_active else None

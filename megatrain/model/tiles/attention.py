@@ -28,6 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from megatrain.errors import ModelError
 from megatrain.model.selective import is_attention, kept_by_none
+from megatrain.model.sequence.attention import are_rows_shared
 from megatrain.model.tiles.calls import TiledCall, Uses, called
 
 GROUPS = 4
@@ -220,6 +221,8 @@ class _Run:
 
     def core(self, hidden: Tensor) -> _Core | None:
         """Find the attention of whole rows, from what the first tile asks for; None: it cannot be known."""
+        if are_rows_shared(getattr(self.module, "config", None)):
+            return None
         tile = slice(0, self._attention.tokens)
         given, wholes = self._given.tile(tile)
         part = hidden[:, tile].detach().contiguous()

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatrain.config.choice import AUTO, KEYS, Choice
 from megatrain.config.optimizers.registry import OPTIMIZERS
+from megatrain.config.tiles import TILE
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.search.choices import first_fit, least_bytes, least_held
 from megatrain.plan.search.least_memory import enough_drives, enough_ram, fits
@@ -51,8 +52,8 @@ def advise(
 
     Args:
         request: The request that does not fit.
-        recount: A function that counts the model anew with another `precision`, `micro_batch_size` or
-            `seq_len`.
+        recount: A function that counts the model anew with another `precision`, `micro_batch_size`,
+            `seq_len` or `tile`.
         is_running: Whether a run is about to begin, on a machine that is as it is: only settings can be
             changed.
         smaller: A function that returns the settings of a smaller step; None: the step is to stay as it is.
@@ -98,6 +99,9 @@ def _settings(
             f"train.micro_batch_size=1 train.grad_accumulation={count * batch.num_ranks}",
             replace(request, anatomy=recount(micro_batch_size=batch.rows_each), batch=fewer),
         )
+    if not batch.tile and batch.seq_len > TILE and _is_short_of_passing_memory(request):
+        tiled = replace(batch, tile_tokens=TILE)
+        yield Remedy(f"train.tile_tokens={TILE}", replace(request, anatomy=recount(tile=TILE), batch=tiled))
     if smaller is not None:
         yield from _smaller_steps(request, smaller)
     if anatomy.precision == "fp32":

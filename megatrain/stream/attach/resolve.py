@@ -124,7 +124,7 @@ def _count(
         "sequence": given.job.batch.sequence,
         "compiles": given.compiles,
     } | changes
-    shape["tile"] = tile_of(shape["seq_len"], given.job.batch.tile_tokens)
+    shape.setdefault("tile", tile_of(shape["seq_len"], given.job.batch.tile_tokens))
     chunk = choice.given.get("head_chunk_tokens")
     return count_model(model, **shape, head_chunk_tokens=chunk, device_type=device_type)
 

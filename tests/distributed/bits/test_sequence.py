@@ -59,6 +59,7 @@ def train(
     attention: str | None = None,
     steps: int = 1,
     out: str | None = None,
+    tile_tokens: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a family, and return losses, norms and every step's gradients."""
@@ -77,6 +78,7 @@ def train(
         num_micro_batches=num_micro_batches,
         num_runs=num_runs,
         sequence=sequence if ranks is not None else 1,
+        tile_tokens=tile_tokens,
     )
     engine = attach_plainly(model, batch=batch, ranks=ranks, **settings)
     optimizer = engine.adamw(**HYPER, max_grad_norm=0.5)
@@ -120,7 +122,7 @@ def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 ROWS: list[tuple[int, int, dict[str, Any]]] = [
-    (2, 2, {"kind": "packed"}),
+    (2, 2, {"kind": "packed", "tile_tokens": 5}),
     (4, 2, {"family": "qwen2", "kind": "packed", "lockstep": 2, "activations": "recompute_cheap"}),
     (4, 4, {"family": "gemma2", "kind": "padded", "activations": "keep", "fragments": True}),
     (2, 2, {"family": "deepseek_v3", "activations": "offload", "head_chunk_tokens": 5}),

@@ -210,3 +210,21 @@ def test_more_memory_than_a_limit_allows_comes_without_the_limit() -> None:
     texts = [remedy.text for remedy in list_memory(tight) if "--ram" in remedy.text]
     assert texts
     assert all(text.startswith("memory.host_limit=null ") for text in texts)
+
+
+def test_tiles_are_proposed_where_a_long_row_does_not_fit() -> None:
+    """Micro-batches of one row that are still too large; a row that is in tiles already is not proposed any."""
+    batch = replace(BATCH, micro_batch_size=1, seq_len=8192)
+    whole, tiled = (count(micro_batch_size=1, seq_len=length) for length in (8192, 2048))
+
+    def recount(**changes: Any) -> Anatomy:
+        return tiled if changes == {"tile": 4096} else count(**{"micro_batch_size": 1, **changes})
+
+    least = least_bytes(request(anatomy=tiled, batch=batch), "device")
+    assert least is not None
+    tight = request(anatomy=whole, batch=batch, device_limit=least + (1 << 20))
+    found = {remedy.text: remedy.request for remedy in list_settings(tight, recount)}
+    assert found["train.tile_tokens=4096"].batch.tile == 4096
+    assert fits(found["train.tile_tokens=4096"])
+    again = replace(tight, batch=replace(batch, tile_tokens=4096))
+    assert "train.tile_tokens=4096" not in [remedy.text for remedy in list_settings(again, recount)]
