@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from typing import Literal
 
 import pytest
 
@@ -13,7 +14,7 @@ from megatrain.model.profile.count import count_anatomy
 from tests.families import FAMILIES
 
 
-def count(family: str, precision: str) -> Anatomy:
+def count(family: str, precision: Literal["fp32", "bf16"]) -> Anatomy:
     return count_anatomy(
         FAMILIES[family](),
         micro_batch_size=1,
@@ -35,7 +36,7 @@ def without_fused_bytes(anatomy: Anatomy) -> str:
     [("llama", "fp32"), pytest.param("deepseek_v3", "bf16", marks=pytest.mark.parity)],
 )
 def test_few_tiles_are_counted_as_all_of_them(
-    family: str, precision: str, monkeypatch: pytest.MonkeyPatch
+    family: str, precision: Literal["fp32", "bf16"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = count(family, precision)
     monkeypatch.setattr(counter, "few_tiles", lambda _: nullcontext())

@@ -213,7 +213,7 @@ def test_more_memory_than_a_limit_allows_comes_without_the_limit() -> None:
 
 
 def test_tiles_are_proposed_where_a_long_row_does_not_fit() -> None:
-    """Micro-batches of one row that are still too large; a row that is in tiles already is not proposed any."""
+    """In micro-batches of one row that is still too large; not where it passes in tiles already."""
     batch = replace(BATCH, micro_batch_size=1, seq_len=8192)
     whole, tiled = (count(micro_batch_size=1, seq_len=length) for length in (8192, 2048))
 
