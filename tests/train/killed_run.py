@@ -3,7 +3,8 @@
 Everything is imported, counted and compiled once, in a dry run; each attempt is a fork, so that a kill costs
 no start-up. With `drives`, the killed run has its state on two drives and no checkpoint before the end, and
 `log.txt` says where it went on. With `device`, it has two of its layers on the device and nowhere else. With
-`experts`, or `experts on drives`, its experts come in chunks, on drives in those of their own.
+`experts`, or `experts on drives`, its experts come in chunks, on drives in those of their own. With `long`,
+rows pass in tiles; with `very long`, they have 65,536 tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.loop import train
 from tests.expert_families import APART
 from tests.searches import searched_for_a_moment
-from tests.train.project import make_config, write_corpus
+from tests.train.project import make_config, write_corpus, write_model_config
 
 ON_DRIVES: dict[str, dict[str, Any]] = {
     "train": {"device": "emulated", "precision": "bf16"},
@@ -44,9 +45,30 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
+LONG: dict[str, dict[str, Any]] = {
+    "train": {
+        "device": "emulated",
+        "precision": "bf16",
+        "tile_tokens": 96,
+        "micro_batch_size": 1,
+        "grad_accumulation": 1,
+    },
+    "data": {"seq_len": 256},
+    "memory": {"activations": "keep_attention", "boundaries": "host", "lockstep": 1, "fragments": False},
+    "checkpoint": {"every": 1},
+}
+VERY_LONG = {**LONG, "train": {**LONG["train"], "tile_tokens": 4096}, "data": {"seq_len": 65_536}}
+
+
 def sections_of(root: Path, out: str, steps: int, *, where: str) -> dict[str, dict[str, Any]]:
     """Return the settings of a run; both runs have the same but for where the state is."""
-    sections = {"drives": ON_DRIVES, "experts": EXPERTS, "experts on drives": EXPERTS}.get(where, IN_RAM)
+    sections = {
+        "drives": ON_DRIVES,
+        "experts": EXPERTS,
+        "experts on drives": EXPERTS,
+        "long": LONG,
+        "very long": VERY_LONG,
+    }.get(where, IN_RAM)
     chosen = {name: dict(values) for name, values in sections.items()}
     chosen["train"]["steps"] = steps
     if where == "device":
@@ -112,6 +134,12 @@ def main(root: Path, num_kills: int, seed: int, steps: int, *, where: str) -> No
         config = APART["qwen3_moe"]()
         config.vocab_size = 300
         config.save_pretrained(root / "model")
+    if where.endswith("long"):
+        (root / "model").mkdir(exist_ok=True)
+        write_corpus(root / "corpus.txt", 100_000)
+        sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+        more = {"num_attention_heads": 8, "num_key_value_heads": 4} | (sizes if where == "very long" else {})
+        write_model_config(root / "model", max_position_embeddings=65_536, attention_dropout=0.0, **more)
     dry_run(make_config(root, "whole", **sections_of(root, "whole", steps, where=where)), lambda _: None)
     if wait(attempt(root, "whole", steps, where=where)):
         sys.exit("the uninterrupted run failed")

@@ -16,13 +16,15 @@ from tests.train.test_loop import assert_same_runs, rows_of, state_of
     ("where", "num_kills", "steps"),
     [
         ("device", 2, 10),
+        ("long", 2, 6),
+        pytest.param("very long", 2, 4, marks=[pytest.mark.parity, pytest.mark.timeout(3600)]),
         pytest.param("ram", 3, 15, marks=pytest.mark.parity),
         pytest.param("ram", 30, 150, marks=pytest.mark.parity),
         pytest.param("device", 30, 150, marks=pytest.mark.parity),
     ],
 )
 def test_killed_run_equals_uninterrupted_run(tmp_path: Path, where: str, num_kills: int, steps: int) -> None:
-    done = run_module("tests.train.killed_run", tmp_path, str(num_kills), "0", str(steps), where)
+    done = run_module("tests.train.killed_run", tmp_path, str(num_kills), "1", str(steps), where)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"{num_kills} kills in {steps} steps" in done.stdout
     assert_same_runs(tmp_path / "killed", tmp_path / "whole")
