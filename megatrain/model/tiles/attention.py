@@ -272,9 +272,14 @@ class _Call(TiledCall):
         with torch.no_grad():
             waiting = self._heads(hidden, range(self._core.groups))
             while waiting:
+                heads = waiting.pop(0)
                 noting = _Noting()
-                with noting:
-                    attended.append(self._attend(waiting.pop(0)))
+                # kernels return a log-sum-exp only where a gradient is wanted
+                with noting, torch.set_grad_enabled(self.has_backward):
+                    for each in heads:
+                        each.requires_grad_(self.has_backward)
+                    attended.append(self._attend(heads).detach())
+                del heads, each
                 recipe, tensors = _Recipe.of(attended[-1], noting.outputs)
                 recipes.append(recipe)
                 kept += [attended[-1], *tensors]

@@ -44,6 +44,7 @@ def called(call: TiledCall, hidden: Tensor) -> Tensor:
     """Compute a call of (rows, tokens, ...), for autograd where something wants a gradient."""
     if not torch.is_grad_enabled() or not (hidden.requires_grad or any(call.wants)):
         return call.compute(hidden)[0]
+    call.has_backward = True
     ticket = _Save.apply(call, *[hidden] * call.uses, *call.weights)
     found: Tensor = _Compute.apply(call, ticket)
     return found
@@ -83,6 +84,8 @@ class TiledCall(ABC):
         """That of the output, between the two nodes' backward."""
         self.kept: list[Tensor] = []
         """What the second node has saved, between the two nodes' backward."""
+        self.has_backward = False
+        """Whether its gradients will be wanted."""
         self.wants_input = False
         self._by_use: list[Tensor | None] = []
         self._sums: list[Tensor] = []

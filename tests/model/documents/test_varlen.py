@@ -25,11 +25,13 @@ from transformers import (
 
 from megatrain.config.attention import BY_DOCUMENT, FLEX, VARLEN, WHERE_ABLE
 from megatrain.errors import ConfigError, ModelError
+from megatrain.model.blocks import find_blocks
 from megatrain.model.documents import able, begins, varlen
 from megatrain.model.documents.able import implementation_of, why_not
 from megatrain.model.documents.apart import why_not_apart
 from megatrain.model.documents.begins import Packed, documents, set_attention, tells_windows, told_of
 from megatrain.model.profile.count import count_anatomy
+from megatrain.model.tiles.position_wise import tile
 from tests.families import FAMILIES
 from tests.flash_kernels import flash_on_cpu
 from tests.reference import Resident, assert_same_bits, attach_plainly, make_model
@@ -289,6 +291,33 @@ def test_windows_are_the_kernels_own(calls: dict[str, int], kind: type[Pretraine
     for (at, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-5, msg=at)
     assert calls["forward"] == (config.num_hidden_layers if name == VARLEN else 0)
+
+
+@pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
+def test_packed_rows_pass_in_tiles_that_cut_documents(calls: dict[str, int], name: str) -> None:
+    """Attention is told where the documents of whole rows begin, and its heads come in groups."""
+    batch = batch_of(cut(2, 5))
+    told = {**batch, **told_of(batch["position_ids"])}
+    found = []
+    for tokens in (None, 24):
+        model = make_model(FAMILIES["llama"]()).train()
+        set_attention(model, name)
+        if tokens is not None:
+            layers = [block.module for block in find_blocks(model) if block.module is not None]
+            tile(model, layers, tokens)
+            calls["forward"] = 0
+        with documents(Packed(is_packed=True, shape=(2, TOKENS))):
+            loss = model(**told, use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), model))
+    (loss, whole), (of_tiles, tiled) = found
+    assert_same_bits(of_tiles, loss, "loss")
+    for (at, one), other in zip(tiled.named_parameters(), whole.named_parameters(), strict=True):
+        if at == "model.embed_tokens.weight":
+            assert_same_bits(one.grad, other[1].grad, at)
+        torch.testing.assert_close(one.grad, other[1].grad, rtol=0, atol=1e-6, msg=at)
+    groups = FAMILIES["llama"]().num_key_value_heads
+    assert calls["forward"] == (groups * len(layers) if name == VARLEN else 0)
 
 
 @pytest.mark.parametrize("why", ["a torch without windows", "a model that does not tell"])

@@ -97,6 +97,24 @@ def test_a_call_holds_nothing_that_autograd_does_not_save() -> None:
     assert (held(), storage(), output.shape) == (None, None, (1, 32, 32))
 
 
+def test_kernels_are_asked_for_a_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's return none of a call without gradients, and take other kernels."""
+    asked: list[bool] = []
+    inner = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend(module: Any, query: Tensor, *others: Any, **more: Any) -> Any:
+        asked.append(torch.is_grad_enabled() and query.requires_grad)
+        return inner(module, query, *others, **more)
+
+    _, run = layer_of()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", attend)
+    run(torch.randn(1, 32, 32, requires_grad=True)).sum().backward()
+    assert asked == [True] * 8
+    with torch.no_grad():
+        run(torch.randn(1, 32, 32))
+    assert asked[8:] == [False] * 4
+
+
 class Hand(nn.Module):
     """Attention by hand, with what models of transformers do beside it."""
 
