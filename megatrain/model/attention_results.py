@@ -70,7 +70,10 @@ def why_none(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -
         torch.empty(1, heads, _TOKENS, each, device=device, dtype=dtype, requires_grad=True)
         for each in (size, of_values)
     )
-    choice = torch._fused_sdp_choice(query, query, value, is_causal=True)
+    try:
+        choice = torch._fused_sdp_choice(query, query, value, is_causal=True)
+    except RuntimeError:  # of a device that takes no part in the choice
+        return ""
     if choice != SDPBackend.MATH.value:
         return ""
     return f"torch has no kernel for heads of {size} on {device.type} but its math path"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain.errors import ConfigError
+from megatrain.model.sequence.range import row_range
 from megatrain.plan.program.step import step_program
 from tests.families import VOCAB_SIZE
 from tests.hf.setups import (
@@ -134,7 +135,12 @@ def test_an_adapter_s_training_equals_trl(
     spec = ours.engine.executor.spec
     program = step_program(spec, [[1] * size for size in sizes], num_passes_before=num_before)
     assert ours.engine.last_step.fetch_bytes == program.nbytes("fetch") + program.nbytes("load")
-    assert ours._megatrain.batch(ours.args, None, ours._num_passes_before).num_passes_before == num_before
+    assert (
+        ours._megatrain.batch(
+            ours.args, row_range(ours.model.config), ours._num_passes_before
+        ).num_passes_before
+        == num_before
+    )
 
 
 def trained_before() -> Any:

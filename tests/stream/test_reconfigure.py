@@ -254,7 +254,7 @@ def test_a_choice_that_cannot_be_obeyed_is_refused(changes: dict[str, Any], mess
 
 def test_compiled_layers_cannot_show_single_operations() -> None:
     engine = attach_plainly(make_model(FAMILIES["llama"]()), compile="on")
-    with pytest.raises(ConfigError, match="recompute_cheap keeps the results of single operations"):
+    with pytest.raises(ConfigError, match="recompute_cheap keeps the results of matrix products"):
         engine.reconfigure(replace(engine.choice, activations=("recompute_cheap",) * 4))
 
 

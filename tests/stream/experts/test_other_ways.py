@@ -158,7 +158,9 @@ def test_what_is_saved_behind_experts_without_weights_there_keeps_a_layer_whole(
         )
 
     monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", gated)
-    with pytest.raises(ConfigError, match="no layer of the model has experts that come apart"):
+    with pytest.raises(
+        ConfigError, match="what Qwen3MoeDecoderLayer does beside its experts does not let them come apart"
+    ):
         start(config=APART["qwen3_moe"](), expert_chunks=4)
 
 

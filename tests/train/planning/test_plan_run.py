@@ -190,6 +190,7 @@ def test_a_config_is_planned_as_it_would_run(
         "num_nodes": 1,
         "sequence": 1,
         "gathers": False,
+        "tile_tokens": None,
         "tokens": 16384,
     }
     assert found["clips"] is False

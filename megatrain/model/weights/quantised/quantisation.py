@@ -129,7 +129,7 @@ def refuse_unnamed(directory: Path, sources: Mapping[str, Source]) -> None:
     for key, source in sources.items():
         is_mxfp4 = key.endswith("_blocks") and key.removesuffix("_blocks") + "_scales" in sources
         is_named = _CODES.search(key) is not None and (is_mxfp4 or not key.endswith("blocks"))
-        if is_named or source.dtype.startswith("F8_"):
+        if is_named or (source.dtype.startswith("F8_") and _PARTS.search(key) is None):
             raise ModelError(
                 f"{directory}: the files look quantised ({key} is in {source.dtype}), and config.json has no "
                 "quantization_config that says how; take the config.json that belongs to them"

@@ -1,0 +1,206 @@
+"""What tiles of a long row cost in CPU time, and what they save of a layer's memory, seen from outside.
+
+    python -m benchmarks.training.tiles_over_whole [--tokens 8192] [--tile 4096] [--hidden 256] [--layers 2]
+        [--pairs 8] [--memory-tokens 16384 32768] [--memory-hidden 512] [--out FILE]
+
+Time: a step of the engine on a small llama in fp32 on the CPU with one thread, once with rows in tiles and
+once with whole rows, from the same weights on the same batches; steps alternate in one process, and the time
+is that of all its threads. The result is the median of the ratios within pairs.
+
+Memory: one decoder layer of Llama-8B's proportions, in fp32, runs forward and, again, backward under
+`recompute`, in a process of its own. The most resident bytes of it, above those before, are set beside what
+`megatrain plan` counts for such a layer: its input, what its backward takes, the gradient that it is given,
+and those of its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatrain
+from benchmarks.report import emit, hardware, spread
+from megatrain.config.choice import Choice, StepBatch
+from megatrain.model.profile.count import count_anatomy
+from megatrain.model.tiles.position_wise import tile
+
+
+def main() -> None:
+    """Measure both."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tile", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=8, help="of steps")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps of each that are not counted")
+    parser.add_argument("--memory-tokens", type=int, nargs="*", default=[16_384, 32_768])
+    parser.add_argument("--memory-hidden", type=int, default=512)
+    parser.add_argument("--only-layer", type=int, help="measure a layer on so many tokens in this process")
+    parser.add_argument("--out", help="file to save the JSON line to")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.only_layer:
+        print(json.dumps(measure_layer(arguments, arguments.only_layer)))
+        return
+    memory = [layer_apart(arguments, tokens) for tokens in arguments.memory_tokens]
+    sides = {"tiles": engine_of(arguments, arguments.tile), "whole": engine_of(arguments, 0)}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(arguments.warm_up + arguments.pairs):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(3, 128, (1, arguments.tokens), generator=generator)
+        losses = {}
+        for name, step in sides.items():
+            start_s = time.process_time()
+            losses[name] = step(ids)
+            seconds[name].append(time.process_time() - start_s)
+        if number == 0 and losses["tiles"] != losses["whole"]:
+            sys.exit(f"the first losses are not the same: {losses}")
+    timed = {name: values[arguments.warm_up :] for name, values in seconds.items()}
+    ratios = [a / b for a, b in zip(timed["tiles"], timed["whole"], strict=True)]
+    emit(
+        {
+            "benchmark": "tiles_over_whole",
+            "cpu_time_ratio": spread(ratios),
+            "tiles_cpu_s": statistics.median(timed["tiles"]),
+            "whole_cpu_s": statistics.median(timed["whole"]),
+            "layer_memory": memory,
+            "config": {key: value for key, value in vars(arguments).items() if key != "out"},
+            "hardware": hardware(),
+        },
+        arguments.out,
+    )
+
+
+def llama(hidden: int, layers: int, tokens: int) -> LlamaConfig:
+    """Return a small llama of Llama-8B's proportions: four heads of queries to one of keys."""
+    return LlamaConfig(
+        vocab_size=128,
+        hidden_size=hidden,
+        intermediate_size=7 * hidden // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=tokens,
+        use_cache=False,
+    )
+
+
+def engine_of(arguments: argparse.Namespace, tile_tokens: int) -> Any:
+    """Attach a model, and return a function that takes a step on a row and returns its loss."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama(arguments.hidden, arguments.layers, arguments.tokens)).train()
+    choice = Choice(lockstep=1, activations=("recompute",) * arguments.layers)
+    batch = StepBatch(
+        micro_batch_size=1, seq_len=arguments.tokens, num_micro_batches=1, tile_tokens=tile_tokens
+    )
+    engine = megatrain.attach(
+        model, choice.with_defaults(num_layers=arguments.layers), batch=batch, compile="off"
+    )
+    optimizer = engine.adamw(1e-3, max_grad_norm=1.0)
+
+    def step(ids: Tensor) -> float:
+        loss = engine.forward_backward([{"input_ids": ids, "labels": ids}])
+        optimizer.step()
+        engine.sync()
+        return float(loss)
+
+    return step
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def layer_apart(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Measure a layer in a process of its own, whose large allocations are given back at once."""
+    options = [f"--tile={arguments.tile}", f"--memory-hidden={arguments.memory_hidden}"]
+    command = [sys.executable, "-m", "benchmarks.training.tiles_over_whole", f"--only-layer={tokens}"]
+    surroundings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run([*command, *options], env=surroundings, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure_layer(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Run a layer forward and backward, and return the most bytes that it took, beside what is counted."""
+    config = llama(arguments.memory_hidden, 1, tokens)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    layer = model.model.layers[0]
+    tile(model, [layer], arguments.tile)
+    positions = torch.arange(tokens)[None]
+    hidden = torch.zeros(1, tokens, config.hidden_size).normal_().requires_grad_()
+    gradient = torch.zeros_like(hidden).normal_()
+    angles = model.model.rotary_emb(hidden, positions)
+
+    def run(given: Tensor) -> Tensor:
+        output: Tensor = layer(given, position_embeddings=angles, position_ids=positions)
+        return output
+
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far begins anew
+    torch.autograd.backward(_Seed.apply(checkpoint(run, hidden, use_reentrant=False), gradient))
+    taken = resident_bytes(most=True) - before
+    anatomy = count_anatomy(
+        config,
+        micro_batch_size=1,
+        seq_len=tokens,
+        precision="fp32",
+        head_chunk_tokens=256,
+        tile=arguments.tile,
+    )
+    counted = anatomy.layers[0]
+    row = tokens * config.hidden_size * 4
+    # the count has the gradient that the layer is given; here it was there before
+    planned = max(counted.backward_peak_bytes["recompute"] - row, counted.forward_peak_bytes["recompute"])
+    kib = (
+        1024 * tokens * config.hidden_size / 4096 * 2
+    )  # per token, at Llama-8B's width, of fp32's twice the bytes
+    return {
+        "tokens": tokens,
+        "taken_bytes": taken,
+        "planned_bytes": planned,
+        "taken_over_planned": taken / planned,
+        "taken_kib_per_token_in_bf16_at_4096_wide": taken / kib,
+    }
+
+
+class _Seed(torch.autograd.Function):
+    """Hands a gradient to an output that nobody holds any more, as the layer behind does."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        """Let go of the output."""
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient."""
+        return ctx.gradient, None
+
+
+def resident_bytes(*, most: bool = False) -> int:
+    """Return the bytes of this process in memory, or the most since the mark was cleared."""
+    name = "VmHWM:" if most else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+if __name__ == "__main__":
+    main()
