@@ -156,7 +156,7 @@ def test_a_run_with_slow_layers_shows_its_steps_and_says_what_a_signal_brings(
                 if said:
                     return
                 threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-                # a call in C, in which Python runs no handler; the signal is heard elsewhere and does not end it
+                # a call in C, in which Python runs no handler, and which the signal does not end
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 ctypes.CDLL(None).usleep(400_000)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
