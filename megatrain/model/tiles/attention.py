@@ -21,15 +21,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import Cache, DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
 from megatrain.errors import ModelError
-from megatrain.model.selective import is_attention, kept_by_none
+from megatrain.model.selective import kept_by_none
 from megatrain.model.sequence.attention import are_rows_shared
 from megatrain.model.tiles.calls import TiledCall, Uses, called
+from megatrain.model.tiles.outputs import Giving, Noting, Recipe
 
 GROUPS = 4
 """Most groups of heads: products run again for each, and what a group needs is as much smaller."""
@@ -262,25 +262,25 @@ class _Call(TiledCall):
         self._run, self._core = run, core
         self.num_others = 0
         """The values that the module returns beside its output: none of them is a tensor."""
-        self._recipes: list[_Recipe] = []
+        self._recipes: list[Recipe] = []
 
     def compute(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the module's output, and what attention has returned, by group."""
         kept: list[Tensor] = []
-        recipes: list[_Recipe] = []
+        recipes: list[Recipe] = []
         attended: list[Tensor] = []
         with torch.no_grad():
             waiting = self._heads(hidden, range(self._core.groups))
             while waiting:
                 heads = waiting.pop(0)
-                noting = _Noting()
+                noting = Noting()
                 # kernels return a log-sum-exp only where a gradient is wanted
                 with noting, torch.set_grad_enabled(self.has_backward):
                     for each in heads:
                         each.requires_grad_(self.has_backward)
                     attended.append(self._attend(heads).detach())
                 del heads, each
-                recipe, tensors = _Recipe.of(attended[-1], noting.outputs)
+                recipe, tensors = Recipe.of(attended[-1], noting.outputs)
                 recipes.append(recipe)
                 kept += [attended[-1], *tensors]
             output: Tensor | None = None
@@ -309,7 +309,7 @@ class _Call(TiledCall):
             (heads,) = self._heads(hidden, range(group, group + 1))
             for each in heads:
                 each.requires_grad_()
-            with _Giving(recipe.outputs(attended.pop(0), results.pop(0))):
+            with Giving(recipe.outputs(attended.pop(0), results.pop(0))):
                 found = self._attend(heads)
             of_heads.append(torch.autograd.grad(found, heads, of_attended.pop(0)))
             del found, heads, each
@@ -368,101 +368,6 @@ class _Call(TiledCall):
     def _room(self, part: Tensor, tokens: int) -> Tensor:
         rows, heads, _, size = part.shape
         return part.new_empty(rows, tokens, heads // self._core.groups, size).transpose(1, 2)
-
-
-class _Noting(TorchDispatchMode):
-    """Takes note of what attention returns."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Any] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if is_attention(func):
-            self.outputs.append(tree_map(_detached, output))
-        return output
-
-
-class _Giving(TorchDispatchMode):
-    """Hands out what attention has returned, in order, in place of running it."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, outputs: list[Any]) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._outputs and is_attention(func):
-            return self._outputs.pop(0)
-        return func(*args, **(kwargs or {}))
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A tensor in the memory of what the attention function returned."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A tensor with memory of its own."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How the outputs of one group's operations of attention are made of tensors that are kept once."""
-
-    leaves: list[Any]
-    tree: Any
-
-    @classmethod
-    def of(cls, attended: Tensor, outputs: list[Any]) -> tuple[_Recipe, list[Tensor]]:
-        """Take outputs apart, and return the tensors that are not views of what the function returned."""
-        leaves, tree = tree_flatten(outputs)
-        tensors: list[Tensor] = []
-        fills = attended.is_contiguous() and attended.untyped_storage().nbytes() == attended.nbytes
-        for n, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            is_there = leaf.untyped_storage()._cdata == attended.untyped_storage()._cdata
-            if fills and is_there and leaf.numel() == attended.numel() and leaf.dtype == attended.dtype:
-                leaves[n] = _View(leaf.shape, leaf.stride())
-            else:
-                leaves[n] = _Own(len(tensors))
-                tensors.append(leaf)
-        return cls(leaves, tree), tensors
-
-    @property
-    def number(self) -> int:
-        """Return the number of tensors with memory of their own."""
-        return sum(isinstance(leaf, _Own) for leaf in self.leaves)
-
-    def outputs(self, attended: Tensor, tensors: list[Tensor]) -> list[Any]:
-        """Return the outputs again."""
-
-        def made(leaf: Any) -> Any:
-            if isinstance(leaf, _View):
-                return attended.as_strided(leaf.size, leaf.stride).detach()
-            return tensors[leaf.number].detach() if isinstance(leaf, _Own) else leaf
-
-        outputs: list[Any] = tree_unflatten([made(leaf) for leaf in self.leaves], self.tree)
-        return outputs
 
 
 def groupable(attention: GroupedAttention, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
