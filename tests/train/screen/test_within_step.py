@@ -191,8 +191,9 @@ def test_a_run_with_slow_layers_shows_its_steps_and_says_what_a_signal_brings(
 def test_a_second_signal_ends_a_process_whose_main_thread_hears_none(tmp_path: Path) -> None:
     """It clears up for longer than it may: what is not saved is lost, and the exit code is that of Ctrl-C."""
     script = """
-import logging, sys, time
+import logging, signal, sys, time
 logging.basicConfig(stream=sys.stderr)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background inherits none
 from megatrain.train import shutdown
 shutdown.GRACE_S = 0.5
 with shutdown.stop_flag() as stop:
@@ -213,7 +214,10 @@ with shutdown.stop_flag() as stop:
     assert process.poll() is None
     began_s = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    try:
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert time.monotonic() - began_s < 5
     assert process.returncode == 130
     assert "it finishes the step, saves and ends; a second Ctrl-C ends it at once" in heard
