@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from megatrain.config.adaptation import Adaptation, LoraChoice
+from megatrain.model.adapters.adapt import adapt
 from megatrain.stream.engine import Engine
 from tests.families import FAMILIES
 from tests.reference import Batch, Resident, assert_same_bits, attach_plainly, make_batches, make_model
@@ -20,6 +22,17 @@ HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 
 _DROPOUT = ("dropout", "pdrop", "dropout_rate", "dropout_prob")
 _NOT_OURS = ("classifier_dropout", "summary_first_dropout")
+
+
+def add_adapters(model: PreTrainedModel) -> None:
+    """Give a model adapters that change what it computes, for `start`."""
+    torch.manual_seed(1)
+    adapt(model, Adaptation(lora=LoraChoice(r=4, alpha=8.0)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    model.train()
 
 
 def start(

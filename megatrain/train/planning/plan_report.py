@@ -46,8 +46,18 @@ def report(
         explains: Whether to explain the choice, and what would be faster.
         progress: The function that is told of each slow operation before it begins.
     """
+    money = money_of(planned, price_per_hour_usd)
+    lines = []
+    if explains:
+        progress("planning what would be faster")
+        lines = explain(planned)
+    return json.dumps(plan_json(planned, money, lines)) if as_json else plan_text(planned, money, lines)
+
+
+def money_of(planned: Planned, price_per_hour_usd: float | None) -> Economics:
+    """Return what a planned run costs; the price is that of the whole machine, None: see `economics`."""
     request = planned.request
-    money = economics(
+    return economics(
         planned.plan,
         request.spec,
         request.anatomy,
@@ -55,11 +65,6 @@ def report(
         optimizer=request.optimizer,
         price_per_hour_usd=price_per_hour_usd,
     )
-    lines = []
-    if explains:
-        progress("planning what would be faster")
-        lines = explain(planned)
-    return json.dumps(plan_json(planned, money, lines)) if as_json else plan_text(planned, money, lines)
 
 
 def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:

@@ -9,17 +9,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from megatrain.config.adaptation import Adaptation, LoraChoice
-from megatrain.model.adapters.adapt import adapt
 from megatrain.model.blocks import find_blocks, group_layers, num_chunks
 from megatrain.plan.program.features.weights import Fetch
 from megatrain.stream.execute.executor import Executor
 from tests.expert_families import APART, BEHIND, NUM_EXPERTS
 from tests.products import pairwise_rows
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
-from tests.stream.runs import assert_same_masters, assert_same_round, assert_same_steps, start
+from tests.stream.runs import add_adapters, assert_same_masters, assert_same_round, assert_same_steps, start
 
 RERUN = ("recompute", "recompute_cheap", "keep_attention")
 
@@ -98,17 +95,8 @@ def test_adapters_of_experts_equal_resident_ones(family: str) -> None:
     """PEFT adds them to whole matrices, of which a chunk has a part."""
     pytest.importorskip("peft")
 
-    def prepare(model: Any) -> None:
-        torch.manual_seed(1)
-        adapt(model, Adaptation(lora=LoraChoice(r=4, alpha=8.0)))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
-        model.train()
-
     model, reference, engine, optimizer = start(
-        config=APART[family](), prepare=prepare, expert_chunks=4, lockstep=2, num_micro_batches=2
+        config=APART[family](), prepare=add_adapters, expert_chunks=4, lockstep=2, num_micro_batches=2
     )
     adapted = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert any("expert" in name for name in adapted)

@@ -133,9 +133,8 @@ def with_others(model: PreTrainedModel) -> None:
     model.__class__ = OfMore
 
 
-def test_a_head_that_is_called_decoder_is_not_taken_for_the_model_s() -> None:
-    """Of ModernBERT, `get_decoder` returns the head."""
-    model = make_model(config_of("modernbert-decoder"))
+def assert_comes_in_chunks(model: PreTrainedModel) -> None:
+    """Assert that all tokens pass the head in chunks, with the loss and gradients of a resident model."""
     reference = Resident(model, **HYPER)
     engine = attach_plainly(model, head_chunk_tokens=8)
     batches = make_batches(2)
@@ -144,19 +143,16 @@ def test_a_head_that_is_called_decoder_is_not_taken_for_the_model_s() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     for name, gradient in engine.named_gradients():
         torch.testing.assert_close(gradient, reference.sums[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_head_that_is_called_decoder_is_not_taken_for_the_model_s() -> None:
+    """Of ModernBERT, `get_decoder` returns the head."""
+    assert_comes_in_chunks(make_model(config_of("modernbert-decoder")))
 
 
 def test_a_decoder_that_goes_by_another_name_is_found() -> None:
     """Of Llama 4, `get_decoder` returns the whole model."""
-    model = make_model(tiny_config("llama4_text"))
-    reference = Resident(model, **HYPER)
-    engine = attach_plainly(model, head_chunk_tokens=8)
-    batches = make_batches(2)
-    found, expected = engine.forward_backward(batches), reference.forward_backward(batches)
-    assert engine.counts.chunked_tokens == sum(batch["labels"].numel() for batch in batches)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    for name, gradient in engine.named_gradients():
-        torch.testing.assert_close(gradient, reference.sums[name], rtol=1e-4, atol=1e-7)
+    assert_comes_in_chunks(make_model(tiny_config("llama4_text")))
 
 
 def test_a_model_whose_decoder_makes_the_loss_computes_it_whole(caplog: pytest.LogCaptureFixture) -> None:

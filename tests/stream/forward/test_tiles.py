@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from megatrain.config.adaptation import Adaptation, LoraChoice
-from megatrain.model.adapters.adapt import adapt
 from megatrain.model.blocks import find_blocks
 from megatrain.model.tiles import tiled
 from megatrain.model.tiles.position_wise import tile
 from tests.expert_families import APART
 from tests.families import FAMILIES
 from tests.products import pairwise_rows
-from tests.stream.runs import assert_same_steps, start
+from tests.stream.runs import add_adapters, assert_same_steps, start
 
 TILE = 7
 """Tokens; rows have 16: a last tile is shorter."""
@@ -82,17 +79,8 @@ def test_experts_come_apart_beside_tiles(chunks: int) -> None:
 def test_adapters_in_tiles() -> None:
     pytest.importorskip("peft")
 
-    def prepare(model: Any) -> None:
-        torch.manual_seed(1)
-        adapt(model, Adaptation(lora=LoraChoice(r=4, alpha=8.0)))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
-        model.train()
-
     _, reference, engine, optimizer = start_in_tiles(
-        "llama", prepare=prepare, num_micro_batches=2, lockstep=2
+        "llama", prepare=add_adapters, num_micro_batches=2, lockstep=2
     )
     assert_same_steps(engine, optimizer, reference, steps=2, num_micro_batches=2)
     engine.detach()

@@ -10,10 +10,18 @@ from typing import Any
 
 from megatrain.config.sizes import binary
 from megatrain.model.sequence.range import OF_RUN
-from megatrain.plan.cost.economics import Economics, economics
+from megatrain.plan.cost.economics import Economics
 from megatrain.train.planning.longest.find import Longest
 from megatrain.train.planning.plan_json import plan_json
-from megatrain.train.planning.plan_report import MEMORIES, head, number_text, row, seconds_text, settings_text
+from megatrain.train.planning.plan_report import (
+    MEMORIES,
+    head,
+    money_of,
+    number_text,
+    row,
+    seconds_text,
+    settings_text,
+)
 
 
 def longest_report(found: Longest, *, price_per_hour_usd: float | None = None, as_json: bool = False) -> str:
@@ -25,15 +33,7 @@ def longest_report(found: Longest, *, price_per_hour_usd: float | None = None, a
         as_json: Whether to return one JSON object instead of text.
     """
     planned = found.planned
-    request = planned.request
-    money = economics(
-        planned.plan,
-        request.spec,
-        request.anatomy,
-        tokens=planned.tokens,
-        optimizer=request.optimizer,
-        price_per_hour_usd=price_per_hour_usd,
-    )
+    money = money_of(planned, price_per_hour_usd)
     if as_json:
         return json.dumps({**plan_json(planned, money, []), "longest": longest_json(found)})
     return "\n".join([*head(planned), "", *_rows(found, money)])
