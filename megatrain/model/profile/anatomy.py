@@ -110,6 +110,22 @@ class CompiledKeep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LateBytes:
+    """The memory of a layer in tiles whose input waits elsewhere and comes back late, tile by tile."""
+
+    left_bytes: int
+    """Bytes that stay on the device from forward to backward."""
+    forward_peak_bytes: int
+    """The most bytes on the device at a time in the forward, input and output included."""
+    backward_peak_bytes: int
+    """The most bytes on the device at a time in the backward, with gradients of all weights."""
+    fragment_peak_bytes: int
+    """The same where fragments stream by themselves."""
+    collect_bytes: tuple[int, ...]
+    """As `Layer.collect_bytes`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsPart:
     """The experts of a layer that may come apart into chunks."""
 
@@ -202,6 +218,8 @@ class Layer:
     does (`Policy.moves_results`): the room that they take there."""
     results_copied_bytes: Mapping[str, int] = field(default_factory=dict)
     """The bytes of these that are copied."""
+    late: Mapping[str, LateBytes] = field(default_factory=dict)
+    """Its memory where its input waits elsewhere, by policy that reruns; empty: it does not pass in tiles."""
     beside_bytes: int = 0
     """The bytes of small weights beside such experts, copies of which all micro-batches share."""
     waiting_forward_bytes: int = 0
@@ -277,6 +295,8 @@ class Anatomy:
     """The part of `pass_bytes` that is still there in the backward."""
     holds_embedding: bool = False
     """Whether the model's forward holds on to the first layer's input until its end."""
+    lets_go_of_embeddings: bool = False
+    """Whether the engine lets go of that input where it comes back late: nobody else reads it."""
     head_forward_peak_bytes: int = 0
     """Most bytes at a time in a micro-batch's forward of final norm, head and loss, beyond their input."""
     head_backward_peak_bytes: int = 0
@@ -429,6 +449,7 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
         made_bytes=(max(beside.made_bytes) + again,) * 2,
         compiled=(),
         experts=None,
+        late={},
         num_chunks=len(chunks),
         waiting_forward_bytes=waits,
         waiting_backward_bytes=recomputed + kept_bytes + tokens + gradients_of_input,
@@ -490,5 +511,12 @@ def _as_one(layer: Layer) -> Layer:
         fragments=(whole,),
         fragment_peak_bytes=layer.backward_peak_bytes,
         collect_bytes={policy: (sizes[-1],) * 2 for policy, sizes in layer.collect_bytes.items()},
+        late={policy: _late_as_one(late) for policy, late in layer.late.items()},
         experts=None,
+    )
+
+
+def _late_as_one(late: LateBytes) -> LateBytes:
+    return replace(
+        late, fragment_peak_bytes=late.backward_peak_bytes, collect_bytes=(late.collect_bytes[-1],) * 2
     )

@@ -27,6 +27,7 @@ from megatrain.model.profile.anatomy import (
     Cost,
     ExpertsPart,
     Fragment,
+    LateBytes,
     Layer,
 )
 from megatrain.versions import versions_of
@@ -176,6 +177,10 @@ def _layer(raw: Mapping[str, Any]) -> Layer:
         "compiled": tuple(CompiledKeep(**{**k, "again": Cost(**k["again"])}) for k in raw["compiled"]),
         "again": Cost(**raw["again"]),
         "kept_sizes": tuple(raw["kept_sizes"]),
+        "late": {
+            policy: LateBytes(**{**late, "collect_bytes": tuple(late["collect_bytes"])})
+            for policy, late in raw["late"].items()
+        },
         "experts": None if raw["experts"] is None else _experts(raw["experts"]),
     }
     return Layer(**{**raw, **changed})

@@ -39,7 +39,7 @@ from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.masks import LongAttentionError, is_long, long_masks_refused, refused, without_mask
-from megatrain.model.profile.anatomy import Cost, Fragment, Layer
+from megatrain.model.profile.anatomy import Cost, Fragment, LateBytes, Layer
 from megatrain.model.profile.compiled import MOST_OPERATIONS, count_compiled
 from megatrain.model.profile.experts import experts_apart, experts_left_out
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
@@ -53,6 +53,7 @@ from megatrain.model.sequence.check import refuse_config
 from megatrain.model.sequence.shards import Counted
 from megatrain.model.shares import adds_router_loss
 from megatrain.model.tiles.calls import few_tiles
+from megatrain.model.tiles.first_input import is_done_with_embeddings
 from megatrain.model.tiles.position_wise import tile
 from megatrain.model.weights.kept_by_config import keep_as_planned
 from megatrain.model.weights.skeleton import build_skeleton
@@ -153,6 +154,8 @@ class Counter:
         """What compiled layers keep is counted too."""
         self._is_tiled = False
         """Parts of layers run in tiles, so that no layer is compiled as a whole."""
+        self.lets_go_of_embeddings = False
+        """Nobody but the first layer reads its input, which is let go where it waits elsewhere."""
         self.loss: LossKind = "plain"
         self.blocks = find_blocks(self.model, fragments=True)
         self.layouts = lay_out_blocks(self.model, self.blocks, splits=precision == "bf16")
@@ -224,6 +227,7 @@ class Counter:
         if tokens:
             tile(self.model, self.layers, tokens)
             self._is_tiled = True
+            self.lets_go_of_embeddings = is_done_with_embeddings(self.model.config)
 
     def let_run(self, sizes: Sequence[int], head_chunk_tokens: int | None) -> int:
         """Let a prime number of rows run, of which all tensors are that are made of rows, and no others.
@@ -327,6 +331,10 @@ class Counter:
                 with meter.pausing():
                     fakes = [self._fake(number) for number in self.group_of(call.module)]
                 found = {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
+                if self._is_tiled:
+                    for name, each in found.items():
+                        if POLICIES[name].reruns:
+                            each.late = trace_layer(call, fakes, POLICIES[name], meter, is_late=True)
                 if call.module in self._apart:
                     with experts_left_out(self._apart[call.module].experts):
                         for name, each in found.items():
@@ -430,6 +438,17 @@ def _layer(fragments: tuple[Fragment, ...], traces: Traces, run: int) -> Layer:
         compiled=keep.compiled,
         results_room_bytes={p: t.results_room_bytes for p, t in every.items()},
         results_copied_bytes={p: t.results_copied_bytes for p, t in every.items()},
+        late={p: _late(t.late) for p, t in every.items() if t.late is not None},
+    )
+
+
+def _late(trace: Trace) -> LateBytes:
+    return LateBytes(
+        left_bytes=trace.saved_bytes,
+        forward_peak_bytes=trace.forward_peak_bytes,
+        backward_peak_bytes=trace.backward_peak_bytes,
+        fragment_peak_bytes=trace.fragment_peak_bytes,
+        collect_bytes=(*trace.collect_bytes, trace.whole_collect_bytes),
     )
 
 

@@ -73,6 +73,11 @@ class SavedTensors:
         )
 
 
+def may_wait(tensor: Tensor) -> bool:
+    """Whether a tensor is large enough to wait elsewhere."""
+    return tensor.is_floating_point() and tensor.untyped_storage().nbytes() >= LEAST_OFFLOADED_BYTES
+
+
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join spans of one storage that overlap or touch, each from an aligned start."""
     found: list[tuple[int, int]] = []

@@ -6,8 +6,8 @@ which is where their gradients end; recomputation is torch's checkpoint; caches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,8 +27,9 @@ from megatrain.model.experts.routes import Routes, routers_of, watched
 from megatrain.model.profile.anatomy import CompiledKeep, Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
-from megatrain.model.profile.saved import SavedTensors
-from megatrain.model.selective import Here, keeping
+from megatrain.model.profile.saved import SavedTensors, may_wait
+from megatrain.model.selective import Contexts, Here, keeping
+from megatrain.model.tiles.kept import Store, Stored, Whole
 
 Collect: TypeAlias = Callable[[Sequence[Tensor | None]], None]
 """A function that is given the gradients of a block's weights."""
@@ -211,6 +212,8 @@ class Trace:
     """The same bytes without what aligns them."""
     compiled: tuple[CompiledKeep, ...] = ()
     """What stays of the layer where it is compiled, of `keep`; None: it is not known."""
+    late: Trace | None = None
+    """The same where the layer's input waits elsewhere and comes back late; None: it is not in tiles."""
     beside: Trace | None = None
     """The same with experts that come apart, left out; None: the layer has none."""
     others: tuple[Any, ...] | None = None
@@ -234,8 +237,18 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, meter: Meter) -> Trace:
-    """Run a layer forward and backward under a policy, one of `COUNTED`."""
+def trace_layer(
+    call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, meter: Meter, *, is_late: bool = False
+) -> Trace:
+    """Run a layer forward and backward under a policy, one of `COUNTED`.
+
+    Args:
+        call: The layer and its call.
+        blocks: Its blocks.
+        policy: The policy.
+        meter: What measures the runs.
+        is_late: Whether its input waits elsewhere, and comes back late. It passes in tiles then.
+    """
     trace = Trace()
     base = meter.settle()
     saved = SavedTensors(meter, (key for block in blocks for key in block.storages()))
@@ -244,7 +257,8 @@ def trace_layer(call: LayerCall, blocks: Sequence[FakeBlock], policy: Policy, me
     hidden = _Source.apply(torch.zeros((), requires_grad=call.hidden.requires_grad), call.hidden)
     if hidden.requires_grad:
         hidden.register_hook(lambda grad: meter.write([grad]))
-    sink = _end(_run(call, hidden, policy, entered, saved), trace)
+    run = _run_late if is_late else _run
+    sink = _end(run(call, hidden, policy, entered, saved), trace)
     trace.forward_peak_bytes = meter.peak_bytes - base
     trace.forward = entered.take_costs()
     held = StorageWeakRef(hidden.untyped_storage())
@@ -289,18 +303,87 @@ def _run(call: LayerCall, hidden: Tensor, policy: Policy, entered: _Entered, sav
         saved.share(args, kwargs)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held):
             return entered.run(args, kwargs)
-    options: dict[str, Any] = {}
-    if policy.keeps_results:
-        save = (lambda tensor: Here.of(tensor, saved.pack)) if policy.moves_results else None
-        options["context_fn"] = keeping(policy, save)
+    store = Store(keeps_attention=policy.keeps_attention, save=lambda tensor: Whole(saved.pack(tensor)))
     return checkpoint(
         lambda _, *args, **kwargs: entered.run(args, kwargs),
         torch.empty(0),
         *args,
         use_reentrant=False,
-        **options,
+        context_fn=partial(_contexts, policy, saved, store),
         **kwargs,
     )
+
+
+def _contexts(policy: Policy, saved: SavedTensors, store: Store) -> Contexts:
+    """Return the contexts of a layer's first run and of its second one."""
+    save = (lambda tensor: Here.of(tensor, saved.pack)) if policy.moves_results else None
+    kept = keeping(policy, save)() if policy.keeps_results else (nullcontext(), nullcontext())
+    return _both(kept[0], store.running()), _both(kept[1], store.running(is_last=True))
+
+
+@contextmanager
+def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+class _Elsewhere:
+    """Stands for a tensor that has left the device, or is about to."""
+
+    def __init__(self, tensor: Tensor, *, is_gone: bool = False) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self._tensor = None if is_gone else tensor.detach()
+        self._ahead: Tensor | None = None
+
+    def leave(self) -> None:
+        """Let it be gone from the device."""
+        self._tensor = None
+
+    def load(self) -> Tensor:
+        """Return a tensor like it, on the device."""
+        return torch.empty(self.shape, dtype=self.dtype) if self._tensor is None else self._tensor
+
+    def rows(self, tile: slice) -> Tensor:
+        """Return some tokens like its own, while the next ones come."""
+        if self._tensor is not None:
+            return self._tensor[:, tile]
+        count = tile.stop - tile.start
+        here = self._ahead if self._ahead is not None and self._ahead.shape[1] == count else self._some(count)
+        self._ahead = self._some(count) if tile.stop < self.shape[1] else None
+        return here
+
+    def _some(self, count: int) -> Tensor:
+        return torch.empty((self.shape[0], count, *self.shape[2:]), dtype=self.dtype)
+
+
+def _run_late(call: LayerCall, hidden: Tensor, policy: Policy, entered: _Entered, saved: SavedTensors) -> Any:
+    """Run a layer whose input leaves the device, and with it what attention returns if that is kept."""
+    leaving: list[_Elsewhere] = []
+
+    def save(tensor: Tensor) -> Stored:
+        if not policy.moves_results or not may_wait(tensor):
+            return Whole(tensor.detach())
+        leaving.append(_Elsewhere(tensor))
+        return leaving[-1]
+
+    def settle() -> None:
+        for each in leaving:
+            each.leave()
+
+    store = Store(keeps_attention=policy.keeps_attention, save=save, settle=settle)
+    source = _Elsewhere(hidden, is_gone=True)
+    first, like = [hidden], (hidden.shape, hidden.dtype, hidden.requires_grad)
+
+    def run(_: Tensor) -> Any:
+        given = first.pop() if first else torch.empty(like[0], dtype=like[1], requires_grad=like[2])
+        store.has_input(given, source)
+        return entered.run(*call.given(given))
+
+    result = checkpoint(
+        run, torch.empty(0), use_reentrant=False, context_fn=partial(_contexts, policy, saved, store)
+    )
+    settle()
+    return result
 
 
 def _end(result: Any, trace: Trace) -> Tensor:

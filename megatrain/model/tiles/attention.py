@@ -5,9 +5,10 @@ function, it is stopped, with the queries, keys and values of the tile; another 
 returned, and goes on to the module's output. So no model is rewritten, and queries, keys and values are there
 as wholes for one group of heads alone.
 
-The output of attention and its log-sum-exp are kept, so that attention runs no second time. In the backward,
-gradients of a group's queries take the place of its output. The module's products run again for each group,
-whole, so that every number is that of the product in the forward.
+The output of attention and its log-sum-exp are kept, so that attention runs no second time; they may wait
+elsewhere (`kept`), and are read by groups. In the backward, gradients of a group's queries take the place of
+its output's. The products before attention run again for each group, whole, so that every number is that of
+the product in the forward.
 
 Source: the memory-efficient order of StreamBP (Luo et al., 2025) and Untied Ulysses (2026), for one device.
 """
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import Cache, DynamicCache
 from transformers.modeling_utils import AttentionInterface
@@ -29,10 +31,18 @@ from megatrain.errors import ModelError
 from megatrain.model.selective import kept_by_none
 from megatrain.model.sequence.attention import are_rows_shared
 from megatrain.model.tiles.calls import TiledCall, Uses, called
-from megatrain.model.tiles.outputs import Giving, Noting, Recipe
+from megatrain.model.tiles.kept import Store, Stored, Whole, store_in_use
+from megatrain.model.tiles.outputs import Giving, Noting, Recipe, WithoutProducts
 
 GROUPS = 4
 """Most groups of heads: products run again for each, and what a group needs is as much smaller."""
+
+LEAST_IN_GROUPS = 16_384
+"""Rows of fewer tokens pass attention in one group: there the products would take more time than is worth
+what they spare. Groups change no bit."""
+
+
+_NOTHING = torch.empty(0)
 
 
 class GroupedAttention:
@@ -65,11 +75,18 @@ class GroupedAttention:
         if given is None or given.length <= self.tokens:
             return self.whole(args, kwargs)
         run = _Run(self, given)
-        core = run.core(hidden)
-        if core is None:
+        store = store_in_use()
+        if store is not None and not store.keeps_attention:
+            store = None
+        attended = store.again(self) if store is not None and store.is_again else None
+        core = attended.core if attended is not None else run.core(hidden)
+        if core is None or (store is not None and store.is_again and attended is None):
+            if store is not None and not store.is_again:
+                store.keep(self, None)
             return self.whole(args, kwargs)
         modules = [self.module] if self.before is None else [self.before, self.module]
         call = _Call(modules, self.tokens, self.uses, hidden, run, core)
+        call.store, call.attended = store, attended
         output = called(call, hidden)
         return output, *[None] * call.num_others
 
@@ -195,40 +212,78 @@ class _Core:
     more: Mapping[str, Any]
     groups: int
     """The number of groups of heads."""
+    first: list[tuple[Tensor, Tensor, Tensor]]
+    """Queries, keys and values of the first tile, until they are asked for."""
+
+
+@dataclass(slots=True)
+class _Attended:
+    """What attention has returned, by group, until the backward."""
+
+    core: _Core
+    recipes: list[Recipe]
+    outputs: list[Stored]
+    """(rows, tokens, heads, size) of each group."""
+    results: list[list[Stored]]
+    """The other tensors that its operations returned."""
+
+    def tensors(self) -> list[Tensor]:
+        """List all of them, as they are on the device."""
+        pairs = zip(self.outputs, self.results, strict=True)
+        return [each.load() for output, results in pairs for each in (output, *results)]
+
+    def part(self, tile: slice) -> Tensor:
+        """Return some tokens of all groups: (rows, tokens, heads, size)."""
+        return torch.cat([each.rows(tile) for each in self.outputs], dim=2)
+
+    def found(self, kept: list[Tensor]) -> _Attended:
+        """Return the same of other tensors, in the order of `tensors`."""
+        outputs: list[Stored] = []
+        results: list[list[Stored]] = []
+        for recipe in self.recipes:
+            outputs.append(Whole(kept.pop(0)))
+            results.append([Whole(kept.pop(0)) for _ in range(recipe.number)])
+        return _Attended(self.core, self.recipes, outputs, results)
 
 
 class _Run:
     """Runs one module with what it was called with."""
 
     def __init__(self, attention: GroupedAttention, given: _Given) -> None:
-        self.module, self._attention, self._given = attention.module, attention, given
+        self.module, self.attention, self._given = attention.module, attention, given
 
     def asked(self, part: Tensor, tile: slice) -> _Asked:
         """Return what a tile asks attention for."""
         given, _ = self._given.tile(tile)
         try:
             with _attended_by(_stop):
-                self._attention.tile(given, part)
+                self.attention.tile(given, part)
         except _Stopped as stopped:
             return stopped.asked
         raise AssertionError("a module that asks for attention in trials does not ask for it")
 
     def output(self, part: Tensor, attended: Tensor, tile: slice) -> Any:
-        """Return the module's output for a tile, given what attention returned for it."""
+        """Return the module's output for a tile, given what attention returned for it; `part` is not read."""
         given, _ = self._given.tile(tile)
-        with _attended_by(lambda _: (attended, None)):
-            return self._attention.tile(given, part)
+        products = WithoutProducts()
+
+        def attend(_: _Asked) -> Any:
+            products.end()
+            return attended, None
+
+        with _attended_by(attend), products:
+            return self.attention.tile(given, part)
 
     def core(self, hidden: Tensor) -> _Core | None:
         """Find the attention of whole rows, from what the first tile asks for; None: it cannot be known."""
         if are_rows_shared(getattr(self.module, "config", None)):
             return None
-        tile = slice(0, self._attention.tokens)
+        tile = slice(0, self.attention.tokens)
         given, wholes = self._given.tile(tile)
         part = hidden[:, tile].detach().contiguous()
         try:
             with _attended_by(_stop), kept_by_none(), torch.no_grad():
-                self._attention.tile(given, part)
+                self.attention.tile(given, part)
         except _Stopped as stopped:
             asked = stopped.asked
         else:
@@ -248,8 +303,9 @@ class _Run:
         of_keys = key.shape[1]
         if query.shape[1] % of_keys or value.shape[1] != of_keys:
             return None
-        groups = next(n for n in range(GROUPS, 0, -1) if of_keys % n == 0)
-        return _Core(asked.function, mask, more, groups)
+        most = GROUPS if self._given.length >= LEAST_IN_GROUPS else 1
+        groups = next(n for n in range(most, 0, -1) if of_keys % n == 0)
+        return _Core(asked.function, mask, more, groups, [asked.heads])
 
 
 class _Call(TiledCall):
@@ -262,59 +318,77 @@ class _Call(TiledCall):
         self._run, self._core = run, core
         self.num_others = 0
         """The values that the module returns beside its output: none of them is a tensor."""
-        self._recipes: list[Recipe] = []
+        self.store: Store | None = None
+        """What keeps what attention returns; None: autograd saves it."""
+        self.attended: _Attended | None = None
+        """What attention has returned."""
 
     def compute(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the module's output, and what attention has returned, by group."""
-        kept: list[Tensor] = []
-        recipes: list[Recipe] = []
-        attended: list[Tensor] = []
+        """Return the module's output, and what attention has returned if that is not kept elsewhere."""
         with torch.no_grad():
-            waiting = self._heads(hidden, range(self._core.groups))
-            while waiting:
-                heads = waiting.pop(0)
-                noting = Noting()
-                # kernels return a log-sum-exp only where a gradient is wanted
-                with noting, torch.set_grad_enabled(self.has_backward):
-                    for each in heads:
-                        each.requires_grad_(self.has_backward)
-                    attended.append(self._attend(heads).detach())
-                del heads, each
-                recipe, tensors = Recipe.of(attended[-1], noting.outputs)
-                recipes.append(recipe)
-                kept += [attended[-1], *tensors]
+            if self.attended is None:
+                self.attended = self._attended(hidden)
+            attended = self.attended
             output: Tensor | None = None
             with kept_by_none():
                 for tile in self.tiles(hidden):
-                    part = torch.cat([each[:, tile] for each in attended], dim=2)
-                    whole = self._run.output(hidden[:, tile].contiguous(), part, tile)
+                    nothing = hidden.new_empty((hidden.shape[0], tile.stop - tile.start, *hidden.shape[2:]))
+                    whole = self._run.output(nothing, attended.part(tile), tile)
                     if output is None:
                         self.num_others = len(whole) - 1
                         output = whole[0].new_empty((*hidden.shape[:2], *whole[0].shape[2:]))
                     output[:, tile] = whole[0]
-        self._recipes = recipes
         assert output is not None
-        return output, kept
+        if self.store is not None or not self.has_backward:
+            return output, []
+        self.attended = _Attended(self._core, attended.recipes, [], [])
+        return output, attended.tensors()
 
-    def go_back(self, hidden: Tensor, gradient: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> None:
+    def _attended(self, hidden: Tensor) -> _Attended:
+        """Compute attention, by groups."""
+        save = Whole if self.store is None else self.store.save
+        attended = _Attended(self._core, [], [], [])
+        waiting = self._heads(hidden, range(self._core.groups))
+        while waiting:
+            heads = waiting.pop(0)
+            noting = Noting()
+            aside = nullcontext() if self.store is None else kept_by_none()
+            # kernels return a log-sum-exp only where a gradient is wanted; nobody goes back through the graph
+            nothing = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
+            with aside, noting, nothing, torch.set_grad_enabled(self.has_backward):
+                for each in heads:
+                    each.requires_grad_(self.has_backward)
+                found = self._attend(heads).detach()
+            del heads, each
+            recipe, tensors = Recipe.of(found, noting.outputs)
+            attended.recipes.append(recipe)
+            attended.outputs.append(save(found))
+            attended.results.append([save(tensor) for tensor in tensors])
+            del noting, found, tensors
+        if self.store is not None:
+            self.store.keep(self._run.attention, attended)
+        return attended
+
+    def go_back(self, hidden: Stored, gradient: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> None:
         """Go back through what is behind attention, attention by groups, and what is before it."""
-        attended, results = [], []
-        for recipe in self._recipes:
-            attended.append(kept.pop(0))
-            results.append([kept.pop(0) for _ in range(recipe.number)])
+        attended, self.attended = self.attended, None
+        assert attended is not None
+        if self.store is None:
+            attended = attended.found(kept)
         of_attended = self._behind(hidden, gradient, leaves, attended)
         del gradient
         of_heads: list[Sequence[Tensor]] = []
-        for group, recipe in enumerate(self._recipes):
+        for group, recipe in enumerate(attended.recipes):
             (heads,) = self._heads(hidden, range(group, group + 1))
             for each in heads:
                 each.requires_grad_()
-            with Giving(recipe.outputs(attended.pop(0), results.pop(0))):
+            results = [each.load() for each in attended.results.pop(0)]
+            with Giving(recipe.outputs(attended.outputs.pop(0).load(), results)):
                 found = self._attend(heads)
             of_heads.append(torch.autograd.grad(found, heads, of_attended.pop(0)))
-            del found, heads, each
+            del found, heads, each, results
         for tile in self.tiles(hidden):
-            part = hidden[:, tile].detach().contiguous().requires_grad_(self.wants_input)
+            part = hidden.rows(tile).detach().contiguous().requires_grad_(self.wants_input)
             apart = Uses(part) if self.wants_input and self.uses > 1 else None
             with apart or nullcontext():
                 asked = self._run.asked(part, tile).heads
@@ -325,14 +399,16 @@ class _Call(TiledCall):
             del part, apart, asked, gradients
 
     def _behind(
-        self, hidden: Tensor, gradient: Tensor, leaves: list[Tensor], attended: list[Tensor]
+        self, hidden: Stored, gradient: Tensor, leaves: list[Tensor], attended: _Attended
     ) -> list[Tensor]:
         """Return the gradients of what attention returned, by group, and take those of weights behind it."""
-        found = [torch.empty_like(each) for each in attended]
+        found = [gradient.new_empty(each.shape, dtype=each.dtype) for each in attended.outputs]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         for tile in self.tiles(hidden):
-            part = torch.cat([each[:, tile] for each in attended], dim=2).requires_grad_()
-            whole = self._run.output(hidden[:, tile].detach().contiguous(), part, tile)
+            part = attended.part(tile).requires_grad_()
+            rows, tokens = part.shape[:2]
+            nothing = gradient.new_empty((rows, tokens, *hidden.shape[2:]), dtype=hidden.dtype)
+            whole = self._run.output(nothing, part, tile)
             of_part, *of_weights = torch.autograd.grad(
                 whole[0],
                 [part, *trained],
@@ -351,12 +427,14 @@ class _Call(TiledCall):
         found: Tensor = core.function(self._run.module, *heads, core.mask, **core.more)[0]
         return found
 
-    def _heads(self, hidden: Tensor, groups: range) -> list[Sequence[Tensor]]:
+    def _heads(self, hidden: Tensor | Stored, groups: range) -> list[Sequence[Tensor]]:
         """Return queries, keys and values of whole rows, by group: (rows, heads, tokens, size)."""
         found: list[list[Tensor]] = []
+        stored = Whole(hidden) if isinstance(hidden, Tensor) else hidden
+        first = self._core.first
         with kept_by_none(), torch.no_grad():
             for tile in self.tiles(hidden):
-                wholes = self._run.asked(hidden[:, tile].contiguous(), tile).heads
+                wholes = first.pop() if first else self._run.asked(stored.rows(tile).contiguous(), tile).heads
                 if not found:
                     found = [[self._room(each, hidden.shape[1]) for each in wholes] for _ in groups]
                 for group, rooms in zip(groups, found, strict=True):

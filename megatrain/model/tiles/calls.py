@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from megatrain.model.places import Place, swapped
+from megatrain.model.tiles.kept import Stored, Whole, store_in_use
 from megatrain.model.torch_state import Autocast
 
 Repeated: TypeAlias = Callable[[int], AbstractContextManager[object]]
@@ -45,8 +46,12 @@ def called(call: TiledCall, hidden: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not (hidden.requires_grad or any(call.wants)):
         return call.compute(hidden)[0]
     call.has_backward = True
+    store = store_in_use()
+    call.source = None if store is None else store.source(hidden)
     ticket = _Save.apply(call, *[hidden] * call.uses, *call.weights)
     found: Tensor = _Compute.apply(call, ticket)
+    if store is not None:
+        store.passed()
     return found
 
 
@@ -80,6 +85,8 @@ class TiledCall(ABC):
         self.wants = [weight.requires_grad for weight in self.weights]
         self.hidden: Tensor | None = hidden
         """The input, until it is computed."""
+        self.source: Stored | None = None
+        """Where the backward finds the input; None: autograd saves it."""
         self.gradient: Tensor | None = None
         """That of the output, between the two nodes' backward."""
         self.kept: list[Tensor] = []
@@ -95,17 +102,17 @@ class TiledCall(ABC):
         """Return the output, without a graph, and what the backward needs beside the input."""
 
     @abstractmethod
-    def go_back(self, hidden: Tensor, gradient: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> None:
+    def go_back(self, hidden: Stored, gradient: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> None:
         """Give the gradients of every tile to `take`; modules find `leaves` as their weights.
 
         Args:
-            hidden: The input.
+            hidden: The input, where it waits.
             gradient: That of the output.
             leaves: The weights.
             kept: What `compute` returned beside the output, the list's to be emptied.
         """
 
-    def tiles(self, hidden: Tensor) -> Iterator[slice]:
+    def tiles(self, hidden: Tensor | Stored) -> Iterator[slice]:
         """Yield the tokens of every tile, in order."""
         length = hidden.shape[1]
         every = [slice(start, min(start + self._tokens, length)) for start in range(0, length, self._tokens)]
@@ -131,7 +138,7 @@ class TiledCall(ABC):
         sources = parts * self.wants_input + [leaf for leaf in leaves if leaf.requires_grad]
         made = list(torch.autograd.grad(outputs, sources, gradients, allow_unused=True))
         if self.wants_input:
-            put(self._by_use, made[: len(parts)], self._whole, tile)
+            put(self._by_use, made[: len(parts)], self._shape, tile)
         self.add(made[len(parts) * self.wants_input :])
 
     def add(self, made: Sequence[Tensor | None]) -> None:
@@ -141,13 +148,13 @@ class TiledCall(ABC):
                 total.add_(own)
 
     def gradients(
-        self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool]
+        self, hidden: Stored, weights: Sequence[Tensor], wants: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         """Return the gradients of the input, by use, and of the weights; each is None if it is not wanted."""
         gradient, self.gradient = self.gradient, None
         kept, self.kept = self.kept, []
         assert gradient is not None
-        self.wants_input, self._whole = wants[0], hidden
+        self.wants_input, self._shape = wants[0], hidden.shape
         leaves = [
             weight.detach().requires_grad_(want)
             for weight, want in zip(weights, wants[self.uses :], strict=True)
@@ -163,7 +170,6 @@ class TiledCall(ABC):
             self.go_back(hidden, gradient, leaves, kept)
         totals, by_use = iter(self._sums), self._by_use
         self._sums, self._by_use = [], []
-        del self._whole
         by_weight = [next(totals).to(leaf.dtype) if leaf.requires_grad else None for leaf in leaves]
         return [*by_use, *by_weight]
 
@@ -197,14 +203,14 @@ class Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def put(by_use: list[Tensor | None], made: Sequence[Tensor | None], hidden: Tensor, tile: slice) -> None:
+def put(by_use: list[Tensor | None], made: Sequence[Tensor | None], shape: torch.Size, tile: slice) -> None:
     """Put a tile's gradients of its input in their places; more than there are places for are added up."""
     given = [gradient for gradient in made if gradient is not None]
     for number, gradient in enumerate(given):
         place = min(number, len(by_use) - 1)
         whole = by_use[place]
         if whole is None:
-            whole = by_use[place] = torch.zeros_like(hidden)
+            whole = by_use[place] = gradient.new_zeros(shape)
         if place < number:
             whole[:, tile] += gradient
         else:
@@ -215,13 +221,17 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TiledCall, hidden: Tensor, *others: Tensor) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(hidden, *others[call.uses - 1 :])
+        weights = others[call.uses - 1 :]
+        ctx.save_for_backward(*weights if call.source is not None else (hidden, *weights))
         return hidden.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        hidden, *weights = ctx.saved_tensors
-        return None, *ctx.call.gradients(hidden, weights, ctx.needs_input_grad[1:])
+        call: TiledCall = ctx.call
+        weights = list(ctx.saved_tensors)
+        source, call.source = call.source, None
+        hidden = Whole(weights.pop(0)) if source is None else source
+        return None, *call.gradients(hidden, weights, ctx.needs_input_grad[1:])
 
 
 class _Compute(torch.autograd.Function):

@@ -48,6 +48,32 @@ class Giving(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class WithoutProducts(TorchDispatchMode):
+    """Leaves out products of matrices, whose results nobody reads, until `end` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_on = True
+
+    def end(self) -> None:
+        """Compute all products from now on."""
+        self._is_on = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._is_on and func in _SIMPLE_PRODUCTS:
+            *_, left, right = (each for each in args if isinstance(each, Tensor))
+            return left.new_empty((*left.shape[:-1], right.shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+_aten = torch.ops.aten
+_SIMPLE_PRODUCTS = frozenset(
+    (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+)
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatrain.model.selective import kept_by_none
 from megatrain.model.tiles.calls import TiledCall, Uses, called
+from megatrain.model.tiles.kept import Stored
 
 
 class Tiled:
@@ -86,10 +87,10 @@ class _Call(TiledCall):
         assert found is not None
         return found, []
 
-    def go_back(self, hidden: Tensor, gradient: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> None:
+    def go_back(self, hidden: Stored, gradient: Tensor, leaves: list[Tensor], kept: list[Tensor]) -> None:
         """Run each tile again, and take its gradient."""
         for tile in self.tiles(hidden):
-            part = hidden[:, tile].detach().contiguous().requires_grad_(self.wants_input)
+            part = hidden.rows(tile).detach().contiguous().requires_grad_(self.wants_input)
             apart = Uses(part) if self.wants_input and self.uses > 1 else None
             with apart or nullcontext():
                 out = self._inner(part)

@@ -86,8 +86,12 @@ class DevicePeaks:
             sums += pools.exchange_room([block.sizes for block in self._block_sums.blocks], self._exchange)
         sums += sum(layer.beside_bytes for layer in self._layers)
         self.constant = anatomy.constant_bytes - anatomy.pass_bytes + sums + SCALAR_BYTES
-        self._travelling = [number for number in range(len(self._layers)) if self._travels(number, back=True)]
-        """Layers whose visits go to the host."""
+        self._travelling = [
+            number
+            for number, run in enumerate(self._runs)
+            if run.late is None and self._travels(number, back=True)
+        ]
+        """Layers whose visits go to the host while others compute, and come back ahead of their use."""
         places = self._places()
         last = {place: number for number, place in enumerate(places)}
         self._telling = list(last.values())
@@ -200,6 +204,8 @@ class DevicePeaks:
         """Return what a micro-batch leaves of a layer on the device: its boundary, and the rest."""
         run = self._runs[number]
         policy = run.policy
+        if run.late is not None:
+            return 0, run.late.left_bytes
         if run.is_dropped:
             return 0, layer.saved_bytes[policy.name]
         if policy.is_offloaded:
@@ -258,7 +264,8 @@ class DevicePeaks:
         anatomy, boundary = self._anatomy, self._layers[0].boundary_bytes
         num_open = self._m - num_ended
         nbytes = self.constant + num_open * anatomy.pass_bytes + num_ended * anatomy.graph_bytes
-        if anatomy.holds_embedding and self._left[0][0] == 0:
+        lets_go = anatomy.lets_go_of_embeddings and self._runs[0].late is not None
+        if anatomy.holds_embedding and self._left[0][0] == 0 and not lets_go:
             nbytes += min(num_open, num_begun) * boundary
         return nbytes
 
@@ -278,7 +285,9 @@ class DevicePeaks:
         boundary, rest = self._left[number]
         passed = layer.boundary_bytes if number < len(self._layers) - 1 else self._waiting()
         leaving = self._leaving(number, place)
-        working = layer.forward_peak_bytes[policy] + self._full(number) - layer.boundary_bytes
+        late = self._runs[number].late
+        peak = layer.forward_peak_bytes[policy] + self._full(number)
+        working = (peak if late is None else late.forward_peak_bytes) - layer.boundary_bytes
         working += self._scratch[number] + (self._m - 1) * layer.waiting_forward_bytes
         working += self._routes_beside(number)
         return DevicePeak(
@@ -326,13 +335,16 @@ class DevicePeaks:
 
     def _backward(self, number: int, layer: Layer, place: int) -> DevicePeak:
         """The backward of a micro-batch is in a layer, and those of `place` others have left it."""
-        policy, m = self._runs[number].policy, self._m
+        policy, m, late = self._runs[number].policy, self._m, self._runs[number].late
         boundary, rest = self._left[number]
         peaks = layer.fragment_peak_bytes if self._choice.comes_apart else layer.backward_peak_bytes
         saved = self._full(number)
         if policy.is_offloaded:
             saved = layer.saved_bytes[policy.name] + layer.offload_left_bytes
-        working = peaks[policy.name] + saved - layer.boundary_bytes
+        peak = peaks[policy.name] + saved
+        if late is not None:
+            peak = late.fragment_peak_bytes if self._choice.comes_apart else late.backward_peak_bytes
+        working = peak - layer.boundary_bytes
         arriving = self._arriving(number, place)
         if policy.is_offloaded:
             parts = layer.fragments[:1] if self._choice.comes_apart else layer.fragments
@@ -362,7 +374,11 @@ class DevicePeaks:
         """Return what is there when a layer's gradients are complete: exchanged, and rounded on their way."""
         if self._is_alone or place < self._m - 1:
             return 0
-        *parts, whole = layer.collect_bytes[self._runs[number].policy.name]
+        late = self._runs[number].late
+        collected = (
+            layer.collect_bytes[self._runs[number].policy.name] if late is None else late.collect_bytes
+        )
+        *parts, whole = collected
         if not self._choice.comes_apart:
             return whole + self._completed_bytes(sum((f.sizes for f in layer.fragments), BlockBytes()))
         return max(

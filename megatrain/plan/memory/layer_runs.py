@@ -8,7 +8,7 @@ from megatrain.config.choice import Choice
 from megatrain.config.policies import POLICIES, Policy
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
-from megatrain.model.profile.anatomy import Anatomy, Layer
+from megatrain.model.profile.anatomy import Anatomy, LateBytes, Layer
 from megatrain.plan.memory.block_sums import BlockSums
 
 
@@ -17,12 +17,15 @@ class LayerRun:
     """The way in which a layer runs, and what of a visit leaves the device after its forward."""
 
     policy: Policy
-    """The policy that says what stays of it. The last layer, needed first, sends nothing to the host."""
+    """The policy that says what stays of it. The last layer, needed first, sends nothing to the host, but for
+    one that comes back late."""
     is_dropped: bool = False
     """Its boundary is made again by the layers before."""
     is_boundary_on_host: bool = False
     """Its boundary leaves the device, with what else is kept for its recomputation and waits there: not the
     last one's, nor a small one."""
+    late: LateBytes | None = None
+    """Its memory if what left the device comes back late, a part at a time; None: it comes ahead, at once."""
     leaving_bytes: int = 0
     """Copied to the host, and back."""
     host_bytes: int = 0
@@ -56,7 +59,8 @@ def _run(layer: Layer, choice: Choice, number: int, *, is_last: bool) -> LayerRu
     policy = POLICIES[choice.activations[number]]
     if policy.drops(number):
         return LayerRun(policy, is_dropped=True)
-    if is_last or not policy.leaves_device(number, choice.boundaries):
+    late = layer.late.get(policy.name) if layer.boundary_bytes >= LEAST_OFFLOADED_BYTES else None
+    if (is_last and late is None) or not policy.leaves_device(number, choice.boundaries):
         return LayerRun(POLICIES[policy.counted_as] if policy.is_offloaded else policy)
     if policy.is_offloaded:
         return LayerRun(
@@ -69,6 +73,7 @@ def _run(layer: Layer, choice: Choice, number: int, *, is_last: bool) -> LayerRu
     return LayerRun(
         policy,
         is_boundary_on_host=True,
+        late=late,
         leaving_bytes=sum(sizes) + layer.results_copied_bytes.get(policy.name, 0),
         host_bytes=pools.saved_visit(sizes) + layer.results_room_bytes.get(policy.name, 0),
     )

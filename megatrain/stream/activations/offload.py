@@ -20,7 +20,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -156,11 +156,40 @@ class OffloadedActivations:
         visit = self._visits.get(key)
         if visit is None:
             return
+        if visit.is_late:
+            self.leave_now(key)
+            self.settle(key)
+            return
         assert visit.where is Where.OPEN, f"{key} is flushed twice"
+        self._begin_to_leave(visit)
+        while len(self._leaving) > self._num_leaving:
+            self._settle(self._leaving.popleft())
+
+    def come_late(self, key: Hashable) -> None:
+        """Let what a visit saves leave at once, and come back tensor by tensor when it is asked for."""
+        if key in self._visits:
+            self._visits[key].is_late = True
+
+    def leave_now(self, key: Hashable) -> None:
+        """Start to copy what a late visit has saved so far: no more of it leaves the device."""
+        visit = self._visits.get(key)
+        if visit is not None and visit.is_late and visit.where is Where.OPEN:
+            self._begin_to_leave(visit)
+
+    def settle(self, key: Hashable) -> None:
+        """Drop the tensors of a late visit on the device, once compute waits for their copies."""
+        visit = self._visits.get(key)
+        if visit is not None and visit.is_late and visit in self._leaving:
+            self._leaving.remove(visit)
+            self._settle(visit)
+
+    def _begin_to_leave(self, visit: SavedVisit) -> None:
         visit.where = Where.LEAVING
         placed = self._place(visit)
         if visit.host is None:
             return
+        for number, span in enumerate(placed):
+            span.number = number
         visit.spans = [weakref.ref(span) for span in placed]
         visit.copied = list(placed.values())
         nbytes = sum(span.nbytes for span in placed)
@@ -171,12 +200,10 @@ class OffloadedActivations:
             reads=visit.device_name("saved"),
             writes=[visit.buffer_name],
             work=nbytes,
-            label=f"save {key}",
+            label=f"save {visit.key}",
         )
         self.saved_bytes += nbytes
         self._leaving.append(visit)
-        while len(self._leaving) > self._num_leaving:
-            self._settle(self._leaving.popleft())
 
     def stow(self, key: Hashable, what: str) -> None:
         """Start to write what a visit's `flush` copies on to the drives.
@@ -199,7 +226,7 @@ class OffloadedActivations:
     def prefetch(self, key: Hashable) -> None:
         """Start to copy a visit's tensors back to the device; its backward is next."""
         visit = self._visits.get(key)
-        if visit is not None:
+        if visit is not None and not visit.is_late:
             self._return(visit)
 
     def load(self, held: Held) -> Tensor:
@@ -221,12 +248,34 @@ class OffloadedActivations:
                 "a second backward through the same forward, whose saved activations are gone; run the "
                 "forward again"
             )
+        if visit.is_late:
+            coming = self._bring(visit, held.span)
+            self._arrived(visit, held.span)
+            return held.within(coming)
         self._return(visit)
         if visit.where is Where.ARRIVING:
             self._mark_compute(reads=visit.device_name("restored"))
             visit.where = Where.DEVICE
             visit.copied = []
         return held.restored()
+
+    def rows(self, held: Held, tile: slice) -> Tensor:
+        """Return some tokens of a saved tensor (rows, tokens, ...) on the device.
+
+        Those of a late visit come alone, and the next tile of as many comes meanwhile.
+        """
+        visit, span = held.visit, held.span
+        if visit is None or span is None or held.tensor is not None:
+            return self.load(held)[:, tile]
+        if not (visit.is_late and held.has_plain_rows):
+            return self.load(held)[:, tile]
+        ahead, held.ahead = held.ahead, None
+        coming = ahead[1] if ahead is not None and ahead[0] == tile else self._bring_rows(visit, held, tile)
+        self._arrived(visit, span)
+        following = slice(tile.stop, min(2 * tile.stop - tile.start, held.shape[1]))
+        if following.start < held.shape[1]:
+            held.ahead = following, self._bring_rows(visit, held, following)
+        return coming
 
     def drop(self, key: Hashable) -> None:
         """Free all that a visit holds; its backward is over."""
@@ -241,6 +290,7 @@ class OffloadedActivations:
                     self._leaving.remove(visit)
             elif visit.where is Where.ARRIVING:
                 self._mark_compute(reads=visit.device_name("restored"))
+            self._mark_compute(reads=list(visit.coming))
             if isinstance(visit.host, HostBuffer):
                 self._lanes.enqueue(
                     Lane.RESTORE,
@@ -273,6 +323,8 @@ class OffloadedActivations:
             lane = Lane.RESTORE if visit.where is Where.ARRIVING else Lane.SAVE
             for tensor in visit.copied:
                 self._lanes.share(tensor, lane)  # the copy may not have run: the memory waits for it
+            for tensor in visit.coming.values():
+                self._lanes.share(tensor, Lane.RESTORE)
             if visit.host is not None:
                 self._give_back(visit.host)
             visit.end()
@@ -359,6 +411,60 @@ class OffloadedActivations:
             self._drives.release(visit.host)
         self.restored_bytes += nbytes
         visit.where = Where.ARRIVING
+
+    def _bring(self, visit: SavedVisit, span: ByteSpan) -> Tensor:
+        """Start to copy a span of a late visit to the device; return its bytes there."""
+        coming = torch.empty(span.nbytes, dtype=torch.uint8, device=self._lanes.device)
+        self._enqueue(visit, span, coming, lambda flat: [(coming, flat)])
+        return coming
+
+    def _bring_rows(self, visit: SavedVisit, held: Held, tile: slice) -> Tensor:
+        """Start to copy some tokens of a tensor of a late visit to the device; return where they come to."""
+        assert held.span is not None
+        shape = (held.shape[0], tile.stop - tile.start, *held.shape[2:])
+        coming = torch.empty(shape, dtype=held.dtype, device=self._lanes.device)
+
+        def pairs(flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+            there = held.within(flat)[:, tile]
+            return [(row.view(-1), source.view(-1)) for row, source in zip(coming, there, strict=True)]
+
+        self._enqueue(visit, held.span, coming, pairs)
+        return coming
+
+    def _enqueue(
+        self,
+        visit: SavedVisit,
+        span: ByteSpan,
+        coming: Tensor,
+        pairs: Callable[[Tensor], list[tuple[Tensor, Tensor]]],
+    ) -> None:
+        """Enqueue copies of a span's bytes, of which `pairs` makes targets and sources."""
+        if isinstance(visit.host, Staged):
+            self._drives.recall(visit.host, visit.what, waits=True)
+        name = visit.name_of(span)
+        copies = pairs(visit.buffer.flat[span.offset : span.offset + span.nbytes])
+
+        def copy() -> None:
+            for target, source in copies:
+                self._lanes.copy(target, source)
+
+        self._mark_compute(writes=[name])  # it is done with what the memory was used for before
+        visit.coming[name] = coming
+        self._lanes.enqueue(
+            Lane.RESTORE,
+            copy,
+            reads=[visit.buffer_name],
+            writes=[name],
+            work=coming.nbytes,
+            label=f"restore {visit.key}",
+        )
+        self.restored_bytes += coming.nbytes
+
+    def _arrived(self, visit: SavedVisit, span: ByteSpan) -> None:
+        """Let compute wait for what comes of a span of a late visit."""
+        name = visit.name_of(span)
+        self._mark_compute(reads=[name])
+        visit.coming.pop(name, None)
 
     @property
     def _drives(self) -> Staging:

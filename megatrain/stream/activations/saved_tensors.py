@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,9 @@ from megatrain.plan.program.buffers import Buffer
 from megatrain.stream.activations.host_ring import HostBuffer
 from megatrain.stream.activations.on_drives import Staged
 from megatrain.stream.lanes import Lanes
+
+_MOST_SPANS = 1 << 16
+"""Spans of a visit that have a name each."""
 
 
 class Where(Enum):
@@ -36,6 +41,8 @@ class ByteSpan:
     stop: int
     offset: int = 0
     """Where the span is in the host buffer."""
+    number: int = 0
+    """Its place among the spans of its visit."""
     restored: Tensor | None = None
     """(nbytes,) uint8 on the device, once it is back."""
 
@@ -61,6 +68,8 @@ class Held:
     visit: SavedVisit | None
     """None: it stays on the device for as long as autograd keeps it."""
     span: ByteSpan | None = None
+    ahead: tuple[slice, Tensor] | None = None
+    """Tokens that are on their way to the device before they are asked for."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Held:
@@ -83,14 +92,24 @@ class Held:
         """Whether the tensor on the device is still what was saved."""
         return self.tensor is not None and self.tensor._version == self.version
 
+    @property
+    def has_plain_rows(self) -> bool:
+        """Whether some tokens of a row (rows, tokens, ...) are in memory one after the other."""
+        steps = itertools.accumulate(self.shape[:1:-1], operator.mul, initial=1)
+        return self.stride[:0:-1] == tuple(steps)
+
     def restored(self) -> Tensor:
         """View the tensor in the bytes that came back."""
         assert self.span is not None
-        flat = self.span.restored
-        assert flat is not None
-        offset = (self.start - self.span.start) // self.dtype.itemsize
+        assert self.span.restored is not None
+        return self.within(self.span.restored)
+
+    def within(self, flat: Tensor) -> Tensor:
+        """View the tensor in the bytes of its span: (nbytes,) uint8."""
+        assert self.span is not None
+        offset = int(flat.storage_offset()) + self.start - self.span.start
         tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return tensor.set_(flat.untyped_storage(), offset, self.shape, self.stride)
+        return tensor.set_(flat.untyped_storage(), offset // self.dtype.itemsize, self.shape, self.stride)
 
 
 @dataclass(eq=False)
@@ -103,6 +122,9 @@ class SavedVisit:
 
     key: Hashable
     where: Where = Where.OPEN
+    is_late: bool = False
+    """Whether it leaves the device at once, and each tensor comes back when it is asked for, and no sooner: a
+    long row's are too large to be there beside others."""
     saved: list[weakref.ref[Held]] = field(default_factory=list)
     spans: list[weakref.ref[ByteSpan]] = field(default_factory=list)
     host: HostBuffer | Staged | None = None
@@ -110,6 +132,8 @@ class SavedVisit:
     """Names it, for messages of drives."""
     copied: list[Tensor] = field(default_factory=list)
     """Device memory that a copy lane still reads or writes."""
+    coming: dict[Buffer, Tensor] = field(default_factory=dict)
+    """Device memory to which tensors of a late visit come, for which compute does not wait yet, by name."""
 
     def helds(self) -> list[Held]:
         """List what autograd still keeps of the visit."""
@@ -122,11 +146,11 @@ class SavedVisit:
 
     def end(self) -> None:
         """Let go of all device memory."""
-        self.copied = []
+        self.copied, self.coming = [], {}
         for held in self.helds():
             if held.span is not None:
                 held.span.restored = None
-            held.tensor = held.span = None
+            held.tensor = held.span = held.ahead = None
 
     @property
     def buffer(self) -> HostBuffer:
@@ -144,6 +168,11 @@ class SavedVisit:
         """Name the visit's memory on the device: ("saved", n) and ("restored", n)."""
         assert self.host is not None
         return [(kind, self.host.index)]
+
+    def name_of(self, span: ByteSpan) -> Buffer:
+        """Name the device memory to which a span of a late visit comes, by itself."""
+        assert self.host is not None
+        return "coming", self.host.index * _MOST_SPANS + min(span.number, _MOST_SPANS - 1)
 
     def copy(self, lanes: Lanes, spans: Sequence[ByteSpan], *, home: bool) -> Callable[[], None]:
         """Return what copies spans to the host, or from there; `copied` has them on the device, in order."""

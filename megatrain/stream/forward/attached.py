@@ -240,6 +240,10 @@ class AttachedLayer:
         self.routers: list[Router] = routers_of(module)
         """Its routers that run uncompiled; the compiler sees to those that it runs."""
         self.router_names = [router.name for router in self.routers]
+        self.tile = 0
+        """The tokens of a tile in which parts of it pass rows; 0: they pass whole."""
+        self.is_first = False
+        """Whether it is the first of the decoder's layers."""
         self.count: Count | None = None
         """What is given the experts that each of these routers has chosen; None: nobody wants to know."""
         self.running: RunningLayer | None = None
@@ -265,9 +269,15 @@ class AttachedLayer:
         self.executor, self.offloaded = executor, offloaded
         self.policy, self.boundaries = policy, boundaries
 
-    def look_at(self, results: KeptResults) -> None:
-        """Say, once, if attention runs twice under a policy that is to keep what it returns."""
-        if results.policy.keeps_attention_alone and self._attends and not results.num_attention:
+    def look_at(self, results: KeptResults, num_in_tiles: int) -> None:
+        """Say, once, if attention runs twice under a policy that is to keep what it returns.
+
+        Args:
+            results: The results of the first run.
+            num_in_tiles: The number of calls of attention in tiles whose results are kept.
+        """
+        is_kept = results.num_attention or num_in_tiles
+        if results.policy.keeps_attention_alone and self._attends and not is_kept:
             warn_once(_log, runs_twice(type(self.module).__name__, results.policy.name))
 
     def routes(self) -> Routes | None:

@@ -12,7 +12,7 @@ touches the one before: its weights' node is older than its own operations and y
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,10 @@ from megatrain.model.experts.routes import Routes, watched
 from megatrain.model.places import Place, exchange
 from megatrain.model.selective import KeptResults
 from megatrain.model.sequence.positions import shared_tensors
-from megatrain.stream.activations.kept_results import saving
+from megatrain.model.tiles.first_input import let_go
+from megatrain.model.tiles.kept import Store
+from megatrain.stream.activations.boundaries import Packed
+from megatrain.stream.activations.kept_results import Waiting, saving
 from megatrain.stream.activations.recompute import Contexts, Recomputation
 from megatrain.stream.activations.saved_tensors import Held
 from megatrain.stream.execute.block_visit import BlockVisit
@@ -85,6 +88,8 @@ class LayerVisit:
         self.experts: ExpertsCall | None = None
         """The call of the layer's experts, where these come apart."""
         self._has_run = False
+        self._is_late = False
+        """Whether its input leaves the device at once, and comes back when it is asked for."""
         self._key = -1
         """Name of what the visit saves; -1: it saves nothing."""
 
@@ -96,7 +101,7 @@ class LayerVisit:
         current.note(layer)
         boundaries, device = layer.boundaries, layer.executor.lanes.device
         routes = layer.routes()
-        packed = call = results = None
+        packed = call = results = store = None
         if boundaries.packs or policy.is_offloaded:
             self._key = layer.offloaded.name_visit(layer.blocks[-1].index, current.micro_batch)
         if policy.keeps_results:
@@ -106,17 +111,20 @@ class LayerVisit:
             packed = boundaries.pack(
                 args, kwargs, key=self._key, last=current.last_call, is_trained=layer.is_trained
             )
-            again = partial(self._run_again, routes, results)
+        if policy.reruns and layer.tile and layer.experts is None:
+            store = self._store(args, packed)
+        if packed is not None:
+            again = partial(self._run_again, routes, results, store)
             call = boundaries.call_of(packed, kwargs, micro_batch=current.micro_batch, run=again)
         kept: AbstractContextManager[object]
         if policy.reruns:
-            bring = None if packed is None else partial(boundaries.bring, packed)
+            bring = None if packed is None else partial(self._bring, packed, store)
             recomputation = Recomputation(
                 layer.name,
                 self._run,
                 device,
                 bring=bring,
-                contexts=_contexts(results, routes),
+                contexts=_contexts(results, routes, store),
                 note_saved=None if results is None else results.note_saved,
             )
             kept = recomputation.first_run(args, kwargs)
@@ -130,8 +138,12 @@ class LayerVisit:
         with kept:
             result = self._run(*args, **kwargs)
         if results is not None:
-            layer.look_at(results)
+            layer.look_at(results, 0 if store is None else store.num_kept)
         current.last_call.note(call, result)
+        if self._is_late and layer.is_first and current.lets_go_of_embeddings:
+            assert packed is not None
+            layer.offloaded.settle(self._key)
+            let_go(args[packed.place])
         return result
 
     def go_on_before(self, entry: _Entry) -> None:
@@ -150,15 +162,47 @@ class LayerVisit:
             entry.waits = False
             entry.open_backward()
 
+    def _store(self, args: tuple[Any, ...], packed: Packed | None) -> Store:
+        """Return what calls in tiles keep; a long row leaves the device as soon as it can."""
+        layer, policy, offloaded, key = self.layer, self.layer.policy, self.layer.offloaded, self._key
+        boundary = None if packed is None else packed.boundary
+        is_late = (
+            packed is not None and isinstance(boundary, Held) and _tokens(args[packed.place]) > layer.tile
+        )
+        if not is_late:
+            return Store(keeps_attention=policy.keeps_attention)
+        assert packed is not None
+        assert isinstance(boundary, Held)
+        self._is_late = True
+        offloaded.come_late(key)
+        leave, settle = partial(offloaded.leave_now, key), partial(offloaded.settle, key)
+        if policy.keeps_attention and policy.moves_results:
+            save = saving(offloaded, key)
+            store = Store(keeps_attention=True, save=save, leave=leave, settle=settle)
+        else:
+            leave()
+            store = Store(keeps_attention=policy.keeps_attention)
+        store.has_input(args[packed.place], Waiting(boundary, offloaded))
+        return store
+
+    def _bring(self, packed: Packed, store: Store | None) -> tuple[Any, ...]:
+        """Return the arguments of a call with their boundary, for its recomputation."""
+        args = self.layer.boundaries.bring(packed)
+        if store is not None and isinstance(packed.boundary, Held):
+            store.has_input(args[packed.place], Waiting(packed.boundary, self.layer.offloaded))
+        return args
+
     def _run_again(
         self,
         routes: Routes | None,
         results: KeptResults | None,
+        store: Store | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the layer once more, for the boundary of the next one."""
-        with _running(routes), nullcontext() if results is None else results.run_between():
+        between = None if results is None else results.run_between()
+        with _together(between, _running(routes), None if store is None else store.running()):
             return LayerVisit(self.layer, self.current)._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,6 +411,10 @@ class _ChunkVisits:
         return alias.detach().requires_grad_(self._visit.layer.part(entry.block).parameters[0].requires_grad)
 
 
+def _tokens(hidden: Tensor) -> int:
+    return hidden.shape[1] if hidden.dim() > 2 else 0
+
+
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -1
 
@@ -378,26 +426,34 @@ def _second_backward(name: str) -> ModelError:
     )
 
 
-def _running(routes: Routes | None) -> AbstractContextManager[object]:
-    return nullcontext() if routes is None else routes.running()
+def _running(routes: Routes | None) -> AbstractContextManager[object] | None:
+    return None if routes is None else routes.running()
 
 
 @contextmanager
-def _together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+def _together(*contexts: AbstractContextManager[object] | None) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
-            stack.enter_context(context)
+            if context is not None:
+                stack.enter_context(context)
         yield
 
 
-def _contexts(results: KeptResults | None, routes: Routes | None) -> Contexts | None:
+def _contexts(results: KeptResults | None, routes: Routes | None, store: Store | None) -> Contexts | None:
     """Return the contexts of a layer's first run and its recomputation, which hold what is kept for it."""
-    kept = None if results is None else (results.first_run(), results.second_run())
-    if routes is None:
-        return kept
-    if kept is None:
-        return routes.running(), routes.running()
-    return _together(kept[0], routes.running()), _together(kept[1], routes.running())
+    if results is None and routes is None and store is None:
+        return None
+    first = _together(
+        None if results is None else results.first_run(),
+        _running(routes),
+        None if store is None else store.running(),
+    )
+    second = _together(
+        None if results is None else results.second_run(),
+        _running(routes),
+        None if store is None else store.running(is_last=True),
+    )
+    return first, second
 
 
 def _refuse_autocast(layer: AttachedLayer, policy: Policy, device: torch.device) -> None:

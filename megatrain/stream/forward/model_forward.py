@@ -24,6 +24,7 @@ from megatrain.model.head.head import Head, count_targets
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import RowSums, Share
+from megatrain.model.tiles.first_input import is_done_with_embeddings
 from megatrain.model.tiles.position_wise import stand_ins
 from megatrain.model.weights.kept import refuse_to_save
 from megatrain.stream.forward.arrangement import Arrangement
@@ -95,6 +96,8 @@ class ModelForward:
         """A chunk of the head runs, and finds weights in place of the modules' own."""
         self._tiles: dict[nn.Module, Callable[..., Any]] = {}
         """What stands for modules that rows pass in tiles."""
+        self._is_done_with_embeddings = False
+        """Whether nothing but the first layer reads what the embedding returns."""
         self._is_removed = False
         self._shared_state = SharedState(model)
         is_fused = self._device.type != "cpu"
@@ -129,6 +132,7 @@ class ModelForward:
                 compiled=None if compiler is None else compiler.runner,
                 are_apart=self._are_apart,
             )
+            self._is_done_with_embeddings = is_done_with_embeddings(self._model.config)
         for module, stand_in in self._tiles.items():
             self._overrides.replace(module, stand_in)
         for number, layer in enumerate(self._arrangement.layers):
@@ -217,6 +221,9 @@ class ModelForward:
 
         last = len(self._arrangement.layers) - 1
         apart = [module for module in layer.module.modules() if module in self._tiles]
+        batch = self._arrangement.binding.job.batch
+        layer.tile = batch.tile if batch is not None and apart else 0
+        layer.is_first = number == 0
         if layer.experts is not None:
             layer.give_way = lambda place: self.turns.lockstep.give_way(number + place)
             self._overrides.replace(layer.experts.module, partial(AttachedLayer.run_experts, layer))
@@ -302,10 +309,12 @@ class ModelForward:
         part = self._rows.index if self._rows is not None and self._rows.is_active else None
         packed, told = read_documents(self._model.config, args, kwargs, part)
         args, kwargs = to_device(args, self._device), to_device({**told, **kwargs}, self._device)
-        self._announce({"input_ids": args[0], **kwargs} if args else kwargs, is_causal_lm=is_causal_lm)
+        named = {"input_ids": args[0], **kwargs} if args else kwargs
+        self._announce(named, is_causal_lm=is_causal_lm)
         work, place = arrangement.work, rounds.micro_batch
         arrangement.executor.begin_pass()
         self._pass = current = Pass(arrangement)
+        current.lets_go_of_embeddings = self._lets_go_of_embeddings(named)
         try:
             with documents(packed), current:
                 output = self._call(inner, args, kwargs)() if is_causal_lm else inner(*args, **kwargs)
@@ -345,6 +354,17 @@ class ModelForward:
         """Return the call of a CausalLM's forward, with its head in chunks if that is wanted, and its own."""
         chunked = self.head.in_chunks(args, kwargs) if self.head.is_own(inner) else None
         return partial(inner, *args, **kwargs) if chunked is None else partial(self.head.call, inner, chunked)
+
+    def _lets_go_of_embeddings(self, named: Mapping[str, Any]) -> bool:
+        """Whether the embeddings of a pass are the model's own, and nobody has asked for them."""
+        wants = named.get("output_hidden_states")
+        if wants is None:
+            wants = self._model.config.get_text_config().output_hidden_states
+        first = self._arrangement.layer_modules[0]
+        is_watched = first._forward_hooks or first._forward_pre_hooks
+        return self._is_done_with_embeddings and not (
+            wants or is_watched or named.get("inputs_embeds") is not None
+        )
 
     @property
     def _is_whole(self) -> bool:

@@ -48,6 +48,8 @@ class Pass:
         self._parameters: list[Any] | None = None
         self.is_in_head = False
         """The last layer is behind it."""
+        self.lets_go_of_embeddings = False
+        """Nobody but the first layer reads its input."""
         self._head_visit: OuterVisit | None = None
         self.until_end = ExitStack()
         """What lasts until the forward has ended."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatrain.model.blocks import find_blocks
-from megatrain.model.tiles import tiled
+from megatrain.model.tiles import attention, tiled
 from megatrain.model.tiles.position_wise import tile
 from tests.expert_families import APART
 from tests.families import FAMILIES
@@ -30,6 +30,12 @@ ROWS = pairwise_rows(
         "outer_streams": [False, True],
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let these short rows pass attention in groups of heads, as long ones do."""
+    monkeypatch.setattr(attention, "LEAST_IN_GROUPS", 0)
 
 
 def start_in_tiles(family: str, **settings: Any) -> tuple[Any, Any, Any, Any]:
