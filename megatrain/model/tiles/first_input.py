@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -65,7 +66,8 @@ def _run(model: PreTrainedModel) -> list[Tensor]:
     """Return logits, and the gradients of all weights."""
     model.zero_grad(set_to_none=True)
     tokens = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS) % 40 + SPECIAL_TOKENS
-    with torch.enable_grad():
+    # what is saved of the tensor is another tensor, of the same memory
+    with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
         logits = model(input_ids=tokens, use_cache=False).logits
         logits.sum().backward()
     return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]

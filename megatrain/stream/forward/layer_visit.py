@@ -140,10 +140,11 @@ class LayerVisit:
         if results is not None:
             layer.look_at(results, 0 if store is None else store.num_kept)
         current.last_call.note(call, result)
-        if self._is_late and layer.is_first and current.lets_go_of_embeddings:
+        if self._is_late:
             assert packed is not None
-            layer.offloaded.settle(self._key)
-            let_go(args[packed.place])
+            layer.offloaded.flush(self._key)
+            if layer.is_first and current.lets_go_of_embeddings:
+                let_go(args[packed.place])
         return result
 
     def go_on_before(self, entry: _Entry) -> None:

@@ -237,6 +237,19 @@ def check(
         ("llama", "bf16", "recompute", {"boundaries": "host"}),
         pytest.param("llama", "fp32", "keep", {}, marks=pytest.mark.parity),
         ("phi3", "bf16", "keep_attention", {"m": 2, "fragments": True}),
+        ("llama", "fp32", "keep_attention", {"boundaries": "host"}),
+        pytest.param(
+            "llama", "bf16", "keep_attention", {"boundaries": "host", "m": 2}, marks=pytest.mark.parity
+        ),
+        pytest.param(
+            "phi3",
+            "bf16",
+            "keep_attention",
+            {"boundaries": "host", "fragments": True},
+            marks=pytest.mark.parity,
+        ),
+        pytest.param("llama", "bf16", "recompute_cheap", {"boundaries": "host"}, marks=pytest.mark.parity),
+        pytest.param("gemma2", "bf16", "recompute", {"boundaries": "host", "m": 2}, marks=pytest.mark.parity),
         pytest.param("gemma2", "fp32", "recompute", {}, marks=pytest.mark.parity),
         pytest.param("glm4_moe", "bf16", "recompute", {"m": 2}, marks=pytest.mark.parity),
     ],
