@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import product
 
 from megatrain.config.choice import AUTO, Choice
-from megatrain.config.policies import BASES, POLICIES
+from megatrain.config.policies import BASES, KEEP_ATTENTION, POLICIES, Policy
 from megatrain.errors import ConfigError
 from megatrain.layout import pools
 from megatrain.plan.memory.block_sums import BlockSums
@@ -102,12 +102,26 @@ def like(request: Request, choice: Choice) -> Iterator[Choice]:
     if given.expert_chunks not in (AUTO, choice.expert_chunks):
         parts, together = parts_in(most_fragments(request), choice.fragments, given.expert_chunks)
         values |= {"num_slots": parts + 1, "num_gradient_buffers": together + 1, "fragments": False}
-    bases = dict.fromkeys([choice.activations[0], *(base.name for base in BASES)])
+    bases = dict.fromkeys([choice.activations[0], *(base.name for base in bases_of(request))])
     for base in bases if given.activations == AUTO else [""]:
         values["activations"] = (base,) * num_layers
         frame = replace(choice, **{**values, **given.for_layers(num_layers).given})
         if not frame.has_state_on_device and is_allowed(request, frame):
             yield from fill(request, frame)
+
+
+def bases_of(request: Request) -> tuple[Policy, ...]:
+    """Return the policies that all layers are given first.
+
+    Rows in tiles have one more: what attention returned is read from the host by parts, and where it is not
+    kept it is on the device as a whole, and attention runs twice.
+    """
+    return (KEEP_ATTENTION, *BASES) if have_late_rows(request) else BASES
+
+
+def have_late_rows(request: Request) -> bool:
+    """Return whether rows pass in tiles, so that what waits elsewhere comes back by parts."""
+    return any(layer.late for layer in request.anatomy.layers)
 
 
 def first_fit(request: Request) -> Choice | None:
@@ -327,7 +341,7 @@ def _frames(request: Request, tiers: frozenset[tuple[str, str]], extent: Breadth
     most = most_fragments(request)
     bases: list[tuple[str, ...]] = [given.activations]
     if given.activations == AUTO:
-        bases = [(base.name,) * num_layers for base in BASES]
+        bases = [(base.name,) * num_layers for base in bases_of(request)]
     is_least = extent is Breadth.LEAST
     is_coarse = extent is Breadth.COARSE
     locksteps = lockstep_sizes(request)

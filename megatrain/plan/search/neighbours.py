@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from megatrain.config.choice import AUTO, Choice
-from megatrain.config.policies import BASES, KEEP, POLICIES
-from megatrain.plan.search.choices import fill
+from megatrain.config.policies import KEEP, POLICIES
+from megatrain.plan.search.choices import bases_of, fill
 from megatrain.plan.search.filling import keep_more, possible
 from megatrain.plan.search.options import (
     decided,
@@ -151,7 +151,11 @@ def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
     counts = {kept, kept - 1, kept // 2}
     bases = [choice.activations[0]]
     if choice.boundaries != "host":
-        bases = [policy.name for policy in BASES if policy.keeps_boundary and not policy.stays_whole]
+        bases = [
+            policy.name
+            for policy in bases_of(request)
+            if policy.keeps_boundary and not policy.stays_whole
+        ]
     for number in sorted(n for n in numbers if n >= 0):
         if given.activations != AUTO:
             yield replace(choice, resident_layers=number)

@@ -17,6 +17,7 @@ from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
     lacks_ram,
+    have_late_rows,
     like,
     list_choices,
     on_device_alone,
@@ -135,8 +136,10 @@ def _search(request: Request, budget: int, enough_s: float, best: Found | None =
         race.run_all()
         is_cut_short |= race.is_over
     elsewhere = [_with_sums(request, "nvme")] if "nvme" in others and race.best.choice.sums != "nvme" else []
+    # what attention returned of a long row is worth a drive, where RAM has no room for all of it
+    asks = have_late_rows(request) or race.best.choice.uses_drives
     for asked in (*elsewhere, with_activations_on_drives(request)):
-        if asked is not None and race.best.choice.uses_drives and race.best.choice.boundaries != "nvme":
+        if asked is not None and asks and race.best.choice.boundaries != "nvme":
             race.begin_with(asked, budget)
             is_cut_short |= race.is_over
     if best is not None and race.best is best.step:
