@@ -16,8 +16,8 @@ from megatrain.config.choice import AUTO, Choice
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.search.choices import (
     Breadth,
-    lacks_ram,
     have_late_rows,
+    lacks_ram,
     like,
     list_choices,
     on_device_alone,
