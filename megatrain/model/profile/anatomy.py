@@ -218,6 +218,8 @@ class Layer:
     does (`Policy.moves_results`): the room that they take there."""
     results_copied_bytes: Mapping[str, int] = field(default_factory=dict)
     """The bytes of these that are copied."""
+    reruns: Mapping[str, Cost] = field(default_factory=dict)
+    """What runs again of its forward, by policy that reruns, where that was counted: of a layer in tiles."""
     late: Mapping[str, LateBytes] = field(default_factory=dict)
     """Its memory where its input waits elsewhere, by policy that reruns; empty: it does not pass in tiles."""
     beside_bytes: int = 0
@@ -231,6 +233,11 @@ class Layer:
     def num_params(self) -> int:
         """Parameters of all fragments."""
         return sum(fragment.num_params for fragment in self.fragments)
+
+    def rerun(self, policy: Policy) -> Cost:
+        """Return what runs again of its forward under an activation policy."""
+        known = self.reruns.get(policy.name)
+        return self.forward.again(policy) if known is None else known
 
     def as_compiled(self, budget: float) -> Layer:
         """Return the layer as it is compiled as a whole within a budget; the same where that is not known.
@@ -450,6 +457,7 @@ def in_chunks(layer: Layer, number: int, width: int) -> Layer:
         compiled=(),
         experts=None,
         late={},
+        reruns={},
         num_chunks=len(chunks),
         waiting_forward_bytes=waits,
         waiting_backward_bytes=recomputed + kept_bytes + tokens + gradients_of_input,

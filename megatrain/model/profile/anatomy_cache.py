@@ -177,6 +177,7 @@ def _layer(raw: Mapping[str, Any]) -> Layer:
         "compiled": tuple(CompiledKeep(**{**k, "again": Cost(**k["again"])}) for k in raw["compiled"]),
         "again": Cost(**raw["again"]),
         "kept_sizes": tuple(raw["kept_sizes"]),
+        "reruns": {policy: Cost(**cost) for policy, cost in raw["reruns"].items()},
         "late": {
             policy: LateBytes(**{**late, "collect_bytes": tuple(late["collect_bytes"])})
             for policy, late in raw["late"].items()

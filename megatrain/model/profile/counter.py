@@ -45,7 +45,7 @@ from megatrain.model.profile.experts import experts_apart, experts_left_out
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.pairs import TokenPairs
-from megatrain.model.profile.rows import Rows, prime_beside
+from megatrain.model.profile.rows import Rows, least, prime_beside
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace, trace_layer
 from megatrain.model.profile.whole_pass import HeadPass, Traces, WholePass, WholePassTracer
 from megatrain.model.sequence.attention import rows_shared
@@ -420,8 +420,8 @@ def _layer(fragments: tuple[Fragment, ...], traces: Traces, run: int) -> Layer:
     every = {name: traces[policy.counted_as] for name, policy in POLICIES.items()}
     return Layer(
         fragments=fragments,
-        forward=sum(keep.forward, Cost()),
-        backward=keep.backward,
+        forward=_unfused(sum(keep.forward, Cost())),
+        backward=_unfused(keep.backward),
         boundary_bytes=keep.input_bytes,
         saved_bytes={name: _saved_bytes(POLICIES[name], trace) for name, trace in every.items()},
         forward_peak_bytes={p: t.forward_peak_bytes - t.saved_bytes for p, t in every.items()},
@@ -438,8 +438,17 @@ def _layer(fragments: tuple[Fragment, ...], traces: Traces, run: int) -> Layer:
         compiled=keep.compiled,
         results_room_bytes={p: t.results_room_bytes for p, t in every.items()},
         results_copied_bytes={p: t.results_copied_bytes for p, t in every.items()},
+        reruns={p: _unfused(t.backward - keep.backward) for p, t in every.items() if t.late is not None},
         late={p: _late(t.late) for p, t in every.items() if t.late is not None},
     )
+
+
+def _unfused(cost: Cost) -> Cost:
+    """Return a cost in tiles, of which no more bytes are moved by compiled kernels than by others.
+
+    A buffer that is read tile by tile counts as a whole each time among what compiled kernels read.
+    """
+    return replace(cost, fused_bytes=least(cost.fused_bytes, cost.moved_bytes))
 
 
 def _late(trace: Trace) -> LateBytes:

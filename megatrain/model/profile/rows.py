@@ -58,6 +58,11 @@ def most(*numbers: Any) -> Any:
     return found
 
 
+def least(left: Any, right: Any) -> Any:
+    """Return the smaller of two numbers, size by size."""
+    return np.minimum(left, right) if _is_several(left, right) else min(left, right)
+
+
 def is_more(left: Any, right: Any) -> bool:
     """Whether a number is larger than another one for any size."""
     return bool(np.any(np.greater(left, right))) if _is_several(left, right) else left > right

@@ -110,7 +110,7 @@ class LayerCosts:
         backward += self.rates.forward_s(again)
         inside = 0.0
         if policy.reruns:
-            inside = self.rates.forward_s(layer.forward.again(policy)) + launch_s
+            inside = self.rates.forward_s(layer.rerun(policy)) + launch_s
         return forward, backward, inside
 
     def _sums_s(self, layer: Layer) -> float:

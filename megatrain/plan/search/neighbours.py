@@ -152,9 +152,7 @@ def _thinned(request: Request, choice: Choice) -> Iterator[Choice]:
     bases = [choice.activations[0]]
     if choice.boundaries != "host":
         bases = [
-            policy.name
-            for policy in bases_of(request)
-            if policy.keeps_boundary and not policy.stays_whole
+            policy.name for policy in bases_of(request) if policy.keeps_boundary and not policy.stays_whole
         ]
     for number in sorted(n for n in numbers if n >= 0):
         if given.activations != AUTO:

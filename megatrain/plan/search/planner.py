@@ -100,7 +100,7 @@ def _flops_done(step: Step) -> float:
     """Return the FLOPs of a step, recomputation included."""
     anatomy, count = step.anatomy, step.batch.num_micro_batches
     pairs = zip(anatomy.layers, step.choice.policies, strict=True)
-    costs = [layer.forward.again(policy) for layer, policy in pairs]
+    costs = [layer.rerun(policy) for layer, policy in pairs]
     costs += [anatomy.again_of(number) for number in range(len(anatomy.layers))]
     again = sum(cost.matmul_flops + cost.attention_flops for cost in costs)
     return anatomy.model_flops_per_token * step.batch.tokens + again * count
