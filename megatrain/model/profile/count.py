@@ -195,6 +195,7 @@ def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anato
         pass_bytes=whole.forward_bytes + ids,
         graph_bytes=whole.graph_bytes + ids,
         holds_embedding=whole.holds_embedding,
+        norm_forward_peak_bytes=whole.norm_forward_peak_bytes,
         head_forward_peak_bytes=whole.head_forward_peak_bytes,
         head_backward_peak_bytes=whole.head_backward_peak_bytes,
         head_gradient_bytes=whole.head_gradient_bytes,
