@@ -18,7 +18,7 @@ import megatrain
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.read_choice import read_choice
 from megatrain.model.blocks import find_blocks, group_layers
-from megatrain.model.head.head import count_targets
+from megatrain.model.shares import count_targets
 from megatrain.model.weights.parts import maker_of
 from megatrain.stream.engine import Engine
 from tests.families import VOCAB_SIZE

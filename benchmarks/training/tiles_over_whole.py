@@ -10,7 +10,8 @@ is that of all its threads. The result is the median of the ratios within pairs.
 Memory: one decoder layer of Llama-8B's proportions, in fp32, runs forward and, again, backward under
 `recompute`, in a process of its own. The most resident bytes of it, above those before, are set beside what
 `megatrain plan` counts for such a layer: its input, what its backward takes, the gradient that it is given,
-and those of its weights.
+and those of its weights. So is what norm, head and loss of such a model take, from the last layer's output to
+its gradient.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import megatrain
 from benchmarks.report import emit, hardware, spread
 from megatrain.config.choice import Choice, StepBatch
+from megatrain.model.head.head import Head
+from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
 from megatrain.model.tiles.position_wise import tile
+
+CHUNK = 256
+"""Tokens of a chunk of the head, where memory is measured."""
 
 
 def main() -> None:
@@ -51,13 +59,18 @@ def main() -> None:
     parser.add_argument("--memory-tokens", type=int, nargs="*", default=[16_384, 32_768])
     parser.add_argument("--memory-hidden", type=int, default=512)
     parser.add_argument("--only-layer", type=int, help="measure a layer on so many tokens in this process")
+    parser.add_argument("--only-head", type=int, help="measure norm, head and loss on so many tokens in it")
     parser.add_argument("--out", help="file to save the JSON line to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.only_layer:
         print(json.dumps(measure_layer(arguments, arguments.only_layer)))
         return
-    memory = [layer_apart(arguments, tokens) for tokens in arguments.memory_tokens]
+    if arguments.only_head:
+        print(json.dumps(measure_head(arguments, arguments.only_head)))
+        return
+    memory = [apart(arguments, "layer", tokens) for tokens in arguments.memory_tokens]
+    of_head = [apart(arguments, "head", tokens) for tokens in arguments.memory_tokens]
     sides = {"tiles": engine_of(arguments, arguments.tile), "whole": engine_of(arguments, 0)}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(arguments.warm_up + arguments.pairs):
@@ -79,6 +92,7 @@ def main() -> None:
             "tiles_cpu_s": statistics.median(timed["tiles"]),
             "whole_cpu_s": statistics.median(timed["whole"]),
             "layer_memory": memory,
+            "head_memory": of_head,
             "config": {key: value for key, value in vars(arguments).items() if key != "out"},
             "hardware": hardware(),
         },
@@ -125,10 +139,10 @@ def engine_of(arguments: argparse.Namespace, tile_tokens: int) -> Any:
 # -- memory ------------------------------------------------------------------------------------------------
 
 
-def layer_apart(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Measure a layer in a process of its own, whose large allocations are given back at once."""
+def apart(arguments: argparse.Namespace, part: str, tokens: int) -> dict[str, Any]:
+    """Measure a part in a process of its own, whose large allocations are given back at once."""
     options = [f"--tile={arguments.tile}", f"--memory-hidden={arguments.memory_hidden}"]
-    command = [sys.executable, "-m", "benchmarks.training.tiles_over_whole", f"--only-layer={tokens}"]
+    command = [sys.executable, "-m", "benchmarks.training.tiles_over_whole", f"--only-{part}={tokens}"]
     surroundings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run([*command, *options], env=surroundings, check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -151,33 +165,105 @@ def measure_layer(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
         output: Tensor = layer(given, position_embeddings=angles, position_ids=positions)
         return output
 
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = resident_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far begins anew
+    before = begin()
     torch.autograd.backward(_Seed.apply(checkpoint(run, hidden, use_reentrant=False), gradient))
     taken = resident_bytes(most=True) - before
-    anatomy = count_anatomy(
+    counted = count(config, tokens, arguments.tile).layers[0]
+    row = tokens * config.hidden_size * 4
+    # the count has the gradient that the layer is given; here it was there before
+    planned = max(counted.backward_peak_bytes["recompute"] - row, counted.forward_peak_bytes["recompute"])
+    return report(tokens, taken, planned, arguments.memory_hidden)
+
+
+def measure_head(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Run norm, head and loss behind a layer that does nothing, forward and backward; see `measure_layer`."""
+    config = llama(arguments.memory_hidden, 1, tokens)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    tile(model, [*model.model.layers], arguments.tile)
+    model.model.layers[0].forward = lambda hidden, **_: _Last.apply(hidden)
+    head = Head(model, CHUNK, lambda: _Weights(model), is_fused=False)
+    ids = torch.randint(3, 128, (1, tokens))
+    inner = type(model).forward.__get__(model)
+    named = {"input_ids": ids, "labels": ids, "use_cache": False, "return_dict": True}
+    head.call(
+        inner, {key: value[:, : 2 * CHUNK] if key[-1:] == "s" else value for key, value in named.items()}
+    )
+
+    before = begin()
+    head.call(inner, named).loss.backward()
+    taken = resident_bytes(most=True) - before
+    anatomy = count(config, tokens, arguments.tile)
+    planned = max(anatomy.head_forward_peak_bytes, anatomy.head_backward_peak_bytes)
+    return report(tokens, taken, planned, arguments.memory_hidden)
+
+
+def count(config: LlamaConfig, tokens: int, tile: int) -> Anatomy:
+    """Count what is measured."""
+    return count_anatomy(
         config,
         micro_batch_size=1,
         seq_len=tokens,
         precision="fp32",
-        head_chunk_tokens=256,
-        tile=arguments.tile,
+        head_chunk_tokens=CHUNK,
+        device_type="cpu",
+        tile=tile,
     )
-    counted = anatomy.layers[0]
-    row = tokens * config.hidden_size * 4
-    # the count has the gradient that the layer is given; here it was there before
-    planned = max(counted.backward_peak_bytes["recompute"] - row, counted.forward_peak_bytes["recompute"])
-    kib = (
-        1024 * tokens * config.hidden_size / 4096 * 2
-    )  # per token, at Llama-8B's width, of fp32's twice the bytes
+
+
+def begin() -> int:
+    """Return the bytes of this process in memory, and let the most so far begin anew."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")
+    return before
+
+
+def report(tokens: int, taken: int, planned: int, hidden: int) -> dict[str, Any]:
+    """Return what was measured; per token at Llama-8B's width in bf16, which takes half of fp32's bytes."""
     return {
         "tokens": tokens,
         "taken_bytes": taken,
         "planned_bytes": planned,
         "taken_over_planned": taken / planned,
-        "taken_kib_per_token_in_bf16_at_4096_wide": taken / kib,
+        "taken_kib_per_token_in_bf16_at_4096_wide": taken / (1024 * tokens * hidden / 4096 * 2),
     }
+
+
+class _Last(torch.autograd.Function):
+    """Stands for the last layer: new hidden states, whose gradient ends here."""
+
+    @staticmethod
+    def forward(_: Any, hidden: Tensor) -> Tensor:
+        """Return others of the same size."""
+        return hidden * 2
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        """Return one number, which takes no memory, for each."""
+        return gradient.new_zeros(()).expand_as(gradient)
+
+
+class _Weights:
+    """The weights of a resident model's head, whose gradients leave with the backward."""
+
+    is_followed = True
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.tensors = [model.lm_head.weight]
+
+    def begin_backward(self) -> None:
+        """They are there."""
+
+    @contextmanager
+    def sums(self) -> Iterator[list[Tensor | None]]:
+        """No sums of a step."""
+        yield [None]
+
+    @contextmanager
+    def leaves(self) -> Iterator[list[Tensor]]:
+        """The weight is a leaf."""
+        yield self.tensors
 
 
 class _Seed(torch.autograd.Function):

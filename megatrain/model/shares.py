@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,6 +28,29 @@ class ByPosition(Protocol):
 
     def take(self, parts: Sequence[tuple[int, Tensor]]) -> None:
         """Take the losses of chunks, each with the number of its first token; none crosses an end."""
+
+
+def count_targets(batch: Mapping[str, Any]) -> int:
+    """Count the tokens of a micro-batch that the loss averages over: labels after the causal shift.
+
+    Raises:
+        DataError: The batch has no labels.
+    """
+    count = targets_of(batch)
+    if count is None:
+        raise DataError(
+            "a micro-batch has no 'labels'; pass labels of the shape of input_ids, -100 where not trained"
+        )
+    return int(count)
+
+
+def targets_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the same as a 0-dim tensor, for which nobody has to wait; None: the batch has no labels."""
+    if batch.get("shift_labels") is not None:
+        return (batch["shift_labels"] != IGNORED).sum()
+    if batch.get("labels") is None:
+        return None
+    return (batch["labels"][..., 1:] != IGNORED).sum()
 
 
 @dataclass(slots=True)

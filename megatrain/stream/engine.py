@@ -19,8 +19,8 @@ from megatrain.config.choice import Choice
 from megatrain.config.optimizers import adamw
 from megatrain.config.runs import Runs, in_order, num_places
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.model.head.head import count_targets
 from megatrain.model.sequence.rows import cut_rows
+from megatrain.model.shares import count_targets
 from megatrain.store.state import HostState
 from megatrain.stream import choice_checks
 from megatrain.stream.execute.executor import Executor

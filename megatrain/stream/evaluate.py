@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.model.head.head import count_targets
 from megatrain.model.head.positions import PositionSums
-from megatrain.model.shares import IGNORED, RowSums, Share
+from megatrain.model.shares import IGNORED, RowSums, Share, count_targets
 
 if TYPE_CHECKING:
     from megatrain.stream.engine import Engine

@@ -18,7 +18,7 @@ from megatrain.config.policies import Policy
 from megatrain.errors import ConfigError
 from megatrain.hardware import measure_matmul_peak
 from megatrain.hardware.accelerators import allocator_counts
-from megatrain.model.head.head import targets_of
+from megatrain.model.shares import targets_of
 from megatrain.plan.program.kinds import Lane
 from megatrain.store.precision import Precision
 from megatrain.stream.forward.arrangement import Arrangement

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from megatrain.model.head.head import count_targets
+from megatrain.model.shares import count_targets
 from megatrain.stream.report import StepReport
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.ranks import count_written

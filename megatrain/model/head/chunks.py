@@ -11,12 +11,15 @@ in the forward: three products of the size of the logits, where running a chunk 
 back to the node is the factor by which the loss counts, and multiplies them then. Elsewhere chunks run again
 in the backward, where the factor is known: of several sums there is one for each, and what waits for a late
 backward would take the weights' size in fp32 for every micro-batch.
+
+A norm before the head may run with its chunks. Its backward comes when that of the node does, so that the
+gradient is multiplied, and the norm's own backward computed, as where the norm is a node by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
@@ -55,6 +58,25 @@ class HeadWeights(Protocol):
         """
 
 
+class ChunkNorm(Protocol):
+    """A norm that tokens pass with their chunk: the hidden states are those before it."""
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """Its weights; autograd goes on from them."""
+
+    def part(self, rows: Tensor) -> Tensor:
+        """Compute the norm of some tokens, without a graph: (rows, tokens, width)."""
+
+    def go_back(
+        self, hidden: Tensor, gradient: Tensor, weights: Sequence[Tensor], wants: Sequence[bool]
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Return the gradients of hidden states and of weights from that of what all tokens gave.
+
+        Each is None if `wants` says that it is not wanted. `gradient` may be written over.
+        """
+
+
 _PIECE_NUMEL = 1 << 24
 """Elements of a gradient that are rounded at a time."""
 
@@ -77,6 +99,7 @@ class Chunks:
         linear: LinearHead | None = None,
         total: int | Tensor = 1,
         ends: Sequence[int] = (),
+        norm: ChunkNorm | None = None,
     ) -> None:
         """Prepare to pass them.
 
@@ -92,16 +115,19 @@ class Chunks:
             total: The number by which it divides sums over tokens.
             ends: The tokens of the only group at which a chunk ends in any case, the last one included; what
                 `others` lead to is then a chunk without tokens, before all others.
+            norm: What chunks pass first; None: nothing.
         """
         self._loss_of = loss_of
         self.weights = weights
-        self._hidden = hidden.detach()
-        self._wants_hidden = hidden.requires_grad
+        self._hidden: Tensor | None = hidden.detach()
+        self.norm = norm
+        of_norm = [] if norm is None else norm.weights
+        self._wants_hidden = any(tensor.requires_grad for tensor in (hidden, *of_norm))
         self._targets = targets
         self._others = None if others is None else [tensor.detach() for tensor in others]
         self._chunk_tokens = chunk_tokens
         self._linear, self._total = linear, total
-        self._inputs = (hidden, *(others or ()), *weights.tensors)
+        self._inputs = (hidden, *of_norm, *(others or ()), *weights.tensors)
         self._ends = ends
         self.parts: list[tuple[int, Tensor]] = []
         """With `ends`: the losses of chunks with tokens, each with the number of its first one."""
@@ -132,22 +158,33 @@ class Chunks:
             for start in range(0, max(1, self._targets.shape[1]), self._chunk_tokens):
                 yield group, slice(start, start + self._chunk_tokens)
 
-    def _rows(self, group: int, span: slice) -> tuple[Tensor, Tensor]:
-        return self._hidden[group, span], self._targets[group, span]
+    @contextmanager
+    def holding(self, hidden: Tensor) -> Iterator[None]:
+        """Run chunks of these hidden states within the context, and let go of them in the end."""
+        self._hidden = hidden
+        try:
+            yield
+        finally:
+            self._hidden = None
+
+    def _part(self, group: int, span: slice) -> Tensor:
+        """Return what the head is given of a chunk: (1, T, H)."""
+        assert self._hidden is not None
+        part = self._hidden[group : group + 1, span]
+        return part if self.norm is None else self.norm.part(part)
 
     def _run(self, group: int, span: slice) -> tuple[list[Tensor], Tensor]:
         """Run one chunk; return its leaves beside the weights, and its loss.
 
         The model is given views of them: hooks that watch modules take no leaves in `torch.autograd.grad`.
         """
-        at = slice(group, group + 1)
-        part = self._hidden[at, span].detach().requires_grad_(self._wants_hidden)
+        part = self._part(group, span).detach().requires_grad_(self._wants_hidden)
         is_first = group == span.start == 0 and not (self._ends and span.stop)
         others = self._others if is_first else None
         if others is not None:
             others = [tensor.detach().requires_grad_() for tensor in others]
         given = None if others is None else [tensor.view_as(tensor) for tensor in others]
-        loss = self._loss_of(part.view_as(part), self._targets[at, span], given)
+        loss = self._loss_of(part.view_as(part), self._targets[group : group + 1, span], given)
         return [part, *(others or ())], loss
 
     def _values(self) -> Tensor:
@@ -159,7 +196,8 @@ class Chunks:
                 if self._linear is None:
                     loss = self._run(group, span)[1].detach()
                 else:
-                    loss = self._linear.loss(*self._rows(group, span), self._total)
+                    part = self._part(group, span)[0]
+                    loss = self._linear.loss(part, self._targets[group, span], self._total)
                 losses[group].append(loss)
                 if self._ends and span.stop:
                     self.parts.append((span.start, loss))
@@ -187,23 +225,27 @@ class Chunks:
         Returns:
             The sums; and the gradients, those of weights in fp32, where there are any.
         """
-        hidden = torch.empty_like(self._hidden) if self._wants_hidden else None
+        assert self._hidden is not None
+        shape, hidden = self._hidden.shape, None
         others: list[Tensor | None] = [None] * len(self._others or ())
         losses: list[list[Tensor]] = [[] for _ in range(self._targets.shape[0])]
         with self.weights.leaves() as weights:
             sums = list(begun) or [None] * len(weights)
             for group, span in self._spans():
                 if self._linear is not None:
-                    loss, of_hidden = self._linear.gradients(
-                        *self._rows(group, span),
+                    part = self._part(group, span)
+                    loss, of_part = self._linear.gradients(
+                        part[0],
+                        self._targets[group, span],
                         self._total,
                         None if factors is None else factors[group],
                         weights,
                         sums,
                     )
                     losses[group].append(loss)
-                    if hidden is not None:
-                        hidden[group, span] = of_hidden
+                    if self._wants_hidden:
+                        hidden = part.new_empty(shape) if hidden is None else hidden
+                        hidden[group, span] = of_part
                     continue
                 with torch.enable_grad():
                     given, loss = self._run(group, span)
@@ -214,8 +256,9 @@ class Chunks:
                 if loss.requires_grad:
                     found = iter(torch.autograd.grad(loss, wants, factor, allow_unused=True))
                 del loss
-                if hidden is not None:
+                if self._wants_hidden:
                     grad = next(found)
+                    hidden = given[0].new_empty(shape) if hidden is None else hidden
                     hidden[group : group + 1, span] = 0 if grad is None else grad
                 for number in range(len(given) - 1):
                     others[number] = next(found)
@@ -225,30 +268,42 @@ class Chunks:
 
 
 class _Chunks(torch.autograd.Function):
-    """The node: hidden states, other tensors and weights in, the sums of groups out."""
+    """The node: hidden states, the norm's weights, other tensors and weights in, the sums of groups out."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Chunks, *inputs: Tensor) -> Tensor:
-        ctx.chunks, ctx.dtypes = chunks, [tensor.dtype for tensor in inputs]
+    def forward(ctx: Any, chunks: Chunks, hidden: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.num_norm = 0 if chunks.norm is None else len(chunks.norm.weights)
+        ctx.chunks, ctx.dtypes = chunks, [tensor.dtype for tensor in inputs[ctx.num_norm :]]
+        if chunks.runs_again or chunks.norm is not None:
+            ctx.save_for_backward(hidden, *inputs[: ctx.num_norm])  # autograd lets go of it in the backward
         ctx.set_materialize_grads(False)
-        losses, ctx.found = chunks.values()
+        with chunks.holding(hidden.detach()):
+            losses, ctx.found = chunks.values()
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factors: Tensor | None) -> tuple[Tensor | None, ...]:
         if factors is None:
-            return (None,) * (1 + len(ctx.dtypes))
+            return (None,) * (2 + ctx.num_norm + len(ctx.dtypes))
         chunks: Chunks = ctx.chunks
+        saved = ctx.saved_tensors
         chunks.weights.begin_backward()
         found, ctx.found = ctx.found, []
-        factor = None
-        if chunks.is_one:  # it comes last wherever gradients are made: that changes no bit
-            found = found or chunks.gradients(None)[1]
-            factor = factors[0]
-        else:
-            found = chunks.gradients(factors)[1]
-        return (None, *(_scaled(*each, factor) for each in zip(found, ctx.dtypes, strict=True)))
+        factor = factors[0] if chunks.is_one else None  # it comes last wherever gradients are made
+        if chunks.runs_again:
+            with chunks.holding(saved[0]):
+                found = chunks.gradients(None if chunks.is_one else factors)[1]
+        of_hidden, *others = found
+        del found
+        if of_hidden is not None:
+            of_hidden = _scaled(of_hidden, of_hidden.dtype, factor)
+        of_weights: Sequence[Tensor | None] = [None] * ctx.num_norm
+        if chunks.norm is not None and of_hidden is not None:
+            wants = ctx.needs_input_grad[1 : 2 + ctx.num_norm]
+            of_hidden, of_weights = chunks.norm.go_back(saved[0], of_hidden, saved[1:], wants)
+        others = [_scaled(*each, factor) for each in zip(others, ctx.dtypes, strict=True)]
+        return (None, of_hidden, *of_weights, *others)
 
 
 def _added(held: Tensor | None, grad: Tensor | None) -> Tensor | None:

@@ -4,7 +4,7 @@ Chunks go through the model's own code. Its decoder is run once and its output k
 forward is called for each chunk with a stand-in for the decoder that returns a part of the hidden states.
 Soft caps, logit scales, biases and auxiliary losses are therefore the model's. Before the first chunk it is
 checked on a few tokens that the parts add up to the whole; where they do not, the loss is computed whole,
-and said so.
+and said so. Where rows pass in tiles, the decoder's last norm hands long ones on, and chunks pass it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from megatrain.errors import DataError
 from megatrain.model.head.chunks import Chunks, HeadWeights
-from megatrain.model.head.decoder import decoder_of, without_hooks
+from megatrain.model.head.decoded import Decoded, handed_on
+from megatrain.model.head.decoder import decoder_of, is_watched, without_hooks
 from megatrain.model.head.form import Form, form_of, linear_of
 from megatrain.model.head.linear import LinearHead
 from megatrain.model.head.others import Others, leads_to
 from megatrain.model.shares import IGNORED, ByPosition, RowSums, Share, adds_router_loss
+from megatrain.model.tiles.last_norm import LastNorm, NormOfChunks, last_norm
 
 _log = logging.getLogger(__name__)
 
@@ -44,27 +45,8 @@ _PROBE_TOLERANCE = 1e-4
 _ROUNDED_TOLERANCE = 2e-2
 
 
-def count_targets(batch: Mapping[str, Any]) -> int:
-    """Count the tokens of a micro-batch that the loss averages over: labels after the causal shift.
-
-    Raises:
-        DataError: The batch has no labels.
-    """
-    count = targets_of(batch)
-    if count is None:
-        raise DataError(
-            "a micro-batch has no 'labels'; pass labels of the shape of input_ids, -100 where not trained"
-        )
-    return int(count)
-
-
-def targets_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the same as a 0-dim tensor, for which nobody has to wait; None: the batch has no labels."""
-    if batch.get("shift_labels") is not None:
-        return (batch["shift_labels"] != IGNORED).sum()
-    if batch.get("labels") is None:
-        return None
-    return (batch["labels"][..., 1:] != IGNORED).sum()
+PutAway: TypeAlias = tuple[Share | RowSums | None, LastNorm | None, tuple[bool, Tensor | None] | None]
+"""What of a head belongs to a micro-batch that others run beside."""
 
 
 class _Captured(BaseException):
@@ -119,6 +101,8 @@ class Head:
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
         self.share: Share | RowSums | None = None
         """The running micro-batch's; put away and back where micro-batches run in turns."""
+        self._decoding: LastNorm | None = None
+        """The norm that hands on what the running decoder of the micro-batch gives it."""
         self.only_loss = False
         """Whether the caller of the model takes nothing of its output but the loss."""
         self._adds_up: bool | None = None
@@ -173,7 +157,8 @@ class Head:
 
     def call(self, inner: Callable[..., Any], named: dict[str, Any]) -> Any:
         """Run the CausalLM's own forward with its head in chunks, on arguments from `in_chunks`."""
-        output, is_whole = self._decode(inner, named)
+        norm = self._norm(named)
+        output, is_whole = self._decode(inner, named, norm)
         if is_whole:
             self._adds_up = False
             _log.warning(
@@ -185,12 +170,15 @@ class Head:
             targets = named["shift_labels"]
         else:
             targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        call = Decoded(inner, named, output, handed_on(norm, output))
+        del output
         if self._adds_up is None:
-            self._adds_up = self._probe(inner, named, output)
+            self._adds_up = self._probe(call)
         if not self._adds_up:
+            output = call.normed_output()
             with self._standing_in(lambda *_, **__: output):
                 return inner(**named)
-        return self._chunked(inner, named, output, targets)
+        return self._chunked(call, targets)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of the CausalLM's forward by name; None if they do not fit it."""
@@ -227,8 +215,31 @@ class Head:
     def _decoder(self) -> nn.Module | None:
         return decoder_of(self._owner)
 
-    def _decode(self, inner: Callable[..., Any], named: dict[str, Any]) -> tuple[Any, bool]:
-        """Run the decoder as the CausalLM calls it, and nothing after it.
+    def _norm(self, named: Mapping[str, Any]) -> LastNorm | None:
+        """Return the norm that chunks may pass in place of whole rows; None: there is none, or it is seen."""
+        given = named.get("output_hidden_states")
+        if getattr(self._model.config, "output_hidden_states", False) if given is None else given:
+            return None
+        decoder = self._decoder()
+        norm = None if decoder is None else last_norm(decoder)
+        return None if norm is None or is_watched(norm.modules[0]) else norm
+
+    def put_away(self) -> PutAway:
+        """Take out what belongs to the micro-batch that is running: others run until `put_back`."""
+        kept = self.share, self._decoding, None if self._decoding is None else self._decoding.put_away()
+        self.share = self._decoding = None
+        return kept
+
+    def put_back(self, kept: PutAway) -> None:
+        """Put in place what `put_away` returned."""
+        self.share, self._decoding, state = kept
+        if self._decoding is not None and state is not None:
+            self._decoding.put_back(state)
+
+    def _decode(
+        self, inner: Callable[..., Any], named: dict[str, Any], norm: LastNorm | None
+    ) -> tuple[Any, bool]:
+        """Run the decoder as the CausalLM calls it, and nothing after it; `norm` hands long rows on.
 
         Returns:
             The decoder's result and False; or the CausalLM's own and True, if it has not called the decoder.
@@ -239,14 +250,18 @@ class Head:
 
         def capture(*args: Any, **kwargs: Any) -> Any:
             stack.close()  # inside, another micro-batch may be let through to the same decoder
-            raise _Captured(forward(*args, **kwargs))
+            with nullcontext() if norm is None else norm.handing_on():
+                raise _Captured(forward(*args, **kwargs))
 
+        self._decoding = norm
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._standing_in(capture))
                 return inner(**named), True
         except _Captured as captured:
             return captured.output, False
+        finally:
+            self._decoding = None
 
     @contextmanager
     def _standing_in(self, forward: Callable[..., Any]) -> Iterator[None]:
@@ -263,22 +278,19 @@ class Head:
             else:
                 decoder.__dict__["forward"] = held
 
-    def _chunked(
-        self, inner: Callable[..., Any], named: dict[str, Any], output: Any, targets: Tensor
-    ) -> ModelOutput:
-        hidden = output.last_hidden_state
+    def _chunked(self, call: Decoded, targets: Tensor) -> ModelOutput:
+        norm, hidden = call.norm_of_chunks(), call.output.last_hidden_state
         if isinstance(self.share, RowSums):
-            loss_of = partial(self._part, _Call(inner, named, output), 1)
-            return ModelOutput(loss=self._sums(loss_of, hidden, targets))
+            loss_of = partial(self._part, call.without_hidden(), 1)
+            return ModelOutput(loss=self._sums(loss_of, hidden, targets, norm=norm))
         flat = targets.reshape(1, -1)
-        total = named.get("num_items_in_batch")  # of a caller who divides by more than this batch's tokens
+        total = call.named.get("num_items_in_batch")  # of a caller who divides by more than its own tokens
         if total is None:
             total = self.share.total if self.share is not None else int((flat != IGNORED).sum())
-        others = Others(output) if self._adds_router_loss(named) else None
-        call = _Call(inner, named, output)
-        loss_of = partial(self._part, call, total, share=self.share, others=others)
+        others = Others(call.output) if self._adds_router_loss(call.named) else None
+        loss_of = partial(self._part, call.without_hidden(), total, share=self.share, others=others)
         by_position = None if self.share is None else self.share.by_position
-        (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, total, others, by_position)
+        (loss,) = self._sums(loss_of, hidden.flatten(0, -2)[None], flat, total, others, by_position, norm)
         if self.share is not None:
             self.share.was_used = True
         return ModelOutput(loss=loss)
@@ -291,6 +303,7 @@ class Head:
         total: int | Tensor = 1,
         others: Others | None = None,
         by_position: ByPosition | None = None,
+        norm: NormOfChunks | None = None,
     ) -> Tensor:
         """Add up the loss of each row, in chunks of tokens; auxiliary losses belong to the first one."""
         is_watched = self.linear is None or self.linear.is_watched
@@ -304,6 +317,7 @@ class Head:
             linear=None if is_watched or others is not None else self.linear,
             total=total,
             ends=() if by_position is None else by_position.ends,
+            norm=norm,
         )
         losses = chunks.losses()
         if by_position is not None:
@@ -321,7 +335,7 @@ class Head:
 
     def _part(
         self,
-        call: _Call,
+        call: Decoded,
         total: int | Tensor,
         hidden: Tensor,
         targets: Tensor,
@@ -362,14 +376,16 @@ class Head:
         return loss if share is None else share.joined(loss)
 
     @torch.no_grad()
-    def _probe(self, inner: Callable[..., Any], named: dict[str, Any], output: Any) -> bool:
+    def _probe(self, call: Decoded) -> bool:
         """Check on a few tokens that chunks add up to the model's own loss; no hook of a user sees it."""
         name = type(self._model).__name__
+        inner, named, output = call.inner, call.named, call.output
         try:
             adds_router = self._adds_router_loss(named)
             if adds_router and "output_router_logits" not in self._signature.parameters:
                 raise ValueError("its auxiliary loss cannot be left out of a chunk")
             hidden = output.last_hidden_state[:1, :_PROBE_TOKENS].detach()
+            hidden = hidden if call.norm is None else call.norm.part(hidden)
             generator = torch.Generator().manual_seed(0)
             labels = torch.randint(0, 2, hidden.shape[:2], generator=generator).to(hidden.device)
             targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
@@ -380,7 +396,7 @@ class Head:
             if "output_router_logits" in self._signature.parameters:
                 whole_named["output_router_logits"] = False
             part = replace(output, last_hidden_state=hidden)
-            loss_of = partial(self._part, _Call(inner, named, output), count)
+            loss_of = partial(self._part, Decoded(inner, named, output), count)
             linear = self.linear
             half = hidden.shape[1] // 2
             with mock.patch.object(self, "share", None), without_hooks(self._owner):
@@ -393,7 +409,7 @@ class Head:
                 others = Others(output)
                 leaves = [tensor.detach().requires_grad_() for tensor in others.tensors]
                 beside = replace(output, **others.fields(leaves))
-                loss_of = partial(self._part, _Call(inner, named, beside), count, hidden, targets)
+                loss_of = partial(self._part, Decoded(inner, named, beside), count, hidden, targets)
                 if not adds_router and leads_to(leaves, loss_of):
                     raise ValueError("it depends on more than the last hidden states of its decoder")
                 if linear is not None:
@@ -432,17 +448,6 @@ def _tolerance(hidden: Tensor, form: Form) -> float:
 
 def _is_close(found: float, expected: float, tolerance: float) -> bool:
     return abs(found - expected) <= tolerance * max(1.0, abs(expected))
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A forward of the CausalLM, between what its decoder has returned and the loss."""
-
-    inner: Callable[..., Any]
-    named: dict[str, Any]
-    """The arguments."""
-    output: Any
-    """What the decoder has returned."""
 
 
 def _scalar(value: int | Tensor, like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.hardware.accelerators import launching_on, why_no_kernel
+from megatrain.model.head.decoder import is_watched
 from megatrain.model.head.form import Form
 from megatrain.model.shares import IGNORED
 
@@ -41,10 +42,7 @@ class LinearHead:
     @property
     def is_watched(self) -> bool:
         """Whether somebody has hooked the layer, or all modules, and wants it to be called."""
-        linear = self.linear
-        forward = linear._forward_hooks or linear._forward_pre_hooks
-        backward = linear._backward_hooks or linear._backward_pre_hooks
-        return bool(forward or backward) or bool(torch.nn.modules.module._has_any_global_hook())
+        return is_watched(self.linear)
 
     def loss(self, hidden: Tensor, targets: Tensor, total: int | Tensor) -> Tensor:
         """Return the sum over tokens of a chunk, divided by `total`; see `gradients`."""

@@ -304,8 +304,11 @@ class Anatomy:
     """Whether the model's forward holds on to the first layer's input until its end."""
     lets_go_of_embeddings: bool = False
     """Whether the engine lets go of that input where it comes back late: nobody else reads it."""
+    norm_forward_peak_bytes: int = 0
+    """Most bytes at a time in a micro-batch's forward from the last layer to the end of the decoder, the last
+    layer's output included: of the final norm, where it does not pass with the head's chunks."""
     head_forward_peak_bytes: int = 0
-    """Most bytes at a time in a micro-batch's forward of final norm, head and loss, beyond their input."""
+    """The same from there to the loss, when the decoder's forward has let go of the embedding."""
     head_backward_peak_bytes: int = 0
     """Most bytes at a time in their backward, all that is saved for it included."""
     head_saved_bytes: int = 0

@@ -196,6 +196,7 @@ def _anatomy(counter: Counter, whole: WholePass, micro_batch_size: int) -> Anato
         graph_bytes=whole.graph_bytes + ids,
         holds_embedding=whole.holds_embedding,
         lets_go_of_embeddings=counter.lets_go_of_embeddings,
+        norm_forward_peak_bytes=whole.norm_forward_peak_bytes,
         head_forward_peak_bytes=whole.head_forward_peak_bytes,
         head_backward_peak_bytes=whole.head_backward_peak_bytes,
         head_gradient_bytes=whole.head_gradient_bytes,

@@ -17,10 +17,13 @@ from transformers.utils import ModelOutput
 
 from megatrain.config.policies import KEEP
 from megatrain.model.documents.begins import Packed, documents, documents_known, is_ours, told_of_equal
+from megatrain.model.head.decoded import Decoded
+from megatrain.model.head.decoder import decoder_of
 from megatrain.model.head.head import Head
 from megatrain.model.head.linear import LinearHead
 from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.metering import Meter
+from megatrain.model.profile.rows import most
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace
 from megatrain.model.shares import Share
 
@@ -59,6 +62,7 @@ class WholePass:
     head_forward: Cost = field(default_factory=Cost)
     head_backward: Cost = field(default_factory=Cost)
     """All that makes gradients of head and loss, wherever it runs."""
+    norm_forward_peak_bytes: int = 0
     head_forward_peak_bytes: int = 0
     head_backward_peak_bytes: int = 0
     head_saved_bytes: int = 0
@@ -181,11 +185,9 @@ class HeadPass:
 class _FewChunks(Head):
     """A head that passes no more chunks than it takes to know the cost of one."""
 
-    def _chunked(
-        self, inner: Callable[..., Any], named: dict[str, Any], output: Any, targets: Tensor
-    ) -> ModelOutput:
+    def _chunked(self, call: Decoded, targets: Tensor) -> ModelOutput:
         """Pass the first tokens; a loss that is computed whole passes all of them."""
-        return super()._chunked(inner, named, output, targets.reshape(1, -1)[:, : self.most_tokens])
+        return super()._chunked(call, targets.reshape(1, -1)[:, : self.most_tokens])
 
     @property
     def most_tokens(self) -> int:
@@ -234,7 +236,7 @@ class WholePassTracer:
         """What all chunks have cost so far, and their forwards alone."""
         self._head_start = Cost()
         self._head_back = Cost(), Cost(), Cost(), Cost()
-        self._head_base: Any = 0
+        self._is_behind_decoder = False
         self.result = WholePass()
 
     def run(
@@ -270,6 +272,7 @@ class WholePassTracer:
             documents_known(),
             documents(Packed(is_packed=is_packed)),  # fake positions say nothing
             self._stubs(),
+            self._end_of_decoder(),
             head.over(share := Share(num_tokens, num_tokens)),
         ):
             inner = type(self._model).forward.__get__(self._model)
@@ -277,7 +280,7 @@ class WholePassTracer:
             output = inner(**batch) if chunked is None else head.call(partial(self._inner, inner), chunked)
             loss = share.scaled(output.loss)
         result.head_has_kernel = head.chunked_tokens > 0 and head.linear is not None
-        result.head_forward_peak_bytes = meter.peak_bytes - self._head_base
+        self._note_forward_peak()
         share_of_chunks = meter.rows.of(num_tokens) / num_labels
         whole, chunks, forwards, spared = self._take_head_cost()
         result.head_forward = self._joined(
@@ -286,12 +289,7 @@ class WholePassTracer:
         made = (chunks - forwards).scaled(share_of_chunks)
         head.remove()
         del output
-        result.graph_bytes = meter.bytes_of(
-            leaf
-            for call in result.calls
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, Tensor)
-        )
+        result.graph_bytes = self._graph_bytes()
         result.head_saved_bytes = meter.settle() - result.graph_bytes
         self._head_start = meter.cost
         loss.backward()
@@ -368,6 +366,44 @@ class WholePassTracer:
                 stack.enter_context(mock.patch.object(layer, "forward", partial(self._pass, number, layer)))
             yield
 
+    @contextmanager
+    def _end_of_decoder(self) -> Iterator[None]:
+        """Take note of when the decoder's forward ends: what it held alone is gone then."""
+        model = self._model
+        decoder = decoder_of(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        if decoder is None:
+            yield
+            return
+        forward = decoder.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            self._note_forward_peak()
+            self._meter.settle()
+            self._is_behind_decoder = True
+            return output
+
+        with mock.patch.object(decoder, "forward", noted):
+            yield
+
+    def _note_forward_peak(self) -> None:
+        """Note the most that was there since the last layer, or since the end of the decoder."""
+        result, peak = self.result, self._meter.peak_bytes
+        if self._is_behind_decoder:
+            result.head_forward_peak_bytes = peak - self._graph_bytes()
+        else:
+            held = result.forward_bytes + self._embedded_bytes * result.holds_embedding
+            result.norm_forward_peak_bytes = most(0, peak - held)
+
+    def _graph_bytes(self) -> Any:
+        """Return the bytes of what layers were given beside hidden states."""
+        return self._meter.bytes_of(
+            leaf
+            for call in self.result.calls
+            for leaf in tree_leaves((call.args, call.kwargs))
+            if isinstance(leaf, Tensor)
+        )
+
     def _pass(self, number: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = LayerCall(layer, args, kwargs)
         hidden = call.hidden
@@ -390,8 +426,9 @@ class WholePassTracer:
         if is_last:
             del hidden, call
             self._head_start = self._meter.cost
-            self._head_base = self._meter.settle() - self._meter.storage_bytes(output)
             self._stream_block(is_behind=True)
+            self._meter.settle()
+            self._meter.peak_bytes = 0  # the next operation finds it: the layer's input goes before
         return self.result.traces[self._kinds[key]][KEEP.name].result(output)
 
     def _note_what_is_held(self, number: int, hidden: Tensor) -> None:

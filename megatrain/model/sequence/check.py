@@ -17,12 +17,11 @@ from torch import Tensor
 
 from megatrain.errors import MegatrainError, ModelError, first_line
 from megatrain.model.documents.apart import why_not_by_position
-from megatrain.model.head.head import count_targets
 from megatrain.model.layer_configs import layer_configs
 from megatrain.model.sequence.attention import check_heads, rows_shared
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.model.sequence.shards import Folded
-from megatrain.model.shares import adds_router_loss
+from megatrain.model.shares import adds_router_loss, count_targets
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

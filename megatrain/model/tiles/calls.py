@@ -93,6 +93,8 @@ class TiledCall(ABC):
         """What the second node has saved, between the two nodes' backward."""
         self.has_backward = False
         """Whether its gradients will be wanted."""
+        self.is_in_place = False
+        """The gradient of the input, which has one use, takes the place of the output's, tile by tile."""
         self.wants_input = False
         self._by_use: list[Tensor | None] = []
         self._sums: list[Tensor] = []
@@ -164,7 +166,8 @@ class TiledCall(ABC):
             for leaf in leaves
             if leaf.requires_grad
         ]
-        self._by_use = [None] * self.uses
+        takes_place = self.is_in_place and self.wants_input and gradient.dtype == hidden.dtype
+        self._by_use = [gradient] if takes_place else [None] * self.uses
         found = [leaves[number] for number in self._numbers]
         with swapped(self._places, found), torch.enable_grad(), self._autocast.again():
             self.go_back(hidden, gradient, leaves, kept)

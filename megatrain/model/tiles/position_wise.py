@@ -25,6 +25,7 @@ from megatrain.model.experts.apart import are_experts
 from megatrain.model.experts.routes import routers_of
 from megatrain.model.small import SPECIAL_TOKENS, try_small_model
 from megatrain.model.tiles.attention import GroupedAttention, groupable
+from megatrain.model.tiles.last_norm import LastNorm
 from megatrain.model.tiles.tiled import Tiled
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class Part:
     """The norm whose output it alone reads, which a tile passes first."""
     attends: bool = False
     """Whether it is attention, in tiles but for its heads."""
+    is_last: bool = False
+    """Whether it is a norm whose output is the decoder's last hidden states, and is nothing else's input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class _Found:
     before: str | None = None
     """The name of the norm in the layer."""
     attends: bool = False
+    last: str | None = None
+    """The name in its holder of the norm whose output the decoder's last hidden states are."""
 
 
 Inner: TypeAlias = Callable[..., Any]
@@ -93,7 +98,8 @@ def parts_in_tiles(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[
         found = kinds.get(_Kind.of(holder, module))
         if found is not None and not _draws(module):
             before = None if found.before is None else holder.get_submodule(found.before)
-            parts[module] = Part(found.uses, before, found.attends)
+            is_last = found.last is not None and holder.get_submodule(found.last) is module
+            parts[module] = Part(found.uses, before, found.attends, is_last)
     return parts
 
 
@@ -126,6 +132,8 @@ def stand_ins(
         uses = part.uses if (before is None) == (part.before is None) else 1
         if part.attends:
             found[module] = GroupedAttention(module, tokens, module.forward, uses=uses, before=before)
+        elif part.is_last:
+            found[module] = LastNorm(module, tokens, compile(module, module.forward))
         else:
             inner = compile(module, module.forward)
             if before is not None:
@@ -201,12 +209,16 @@ def _kinds(model: PreTrainedModel) -> dict[_Kind, _Found]:
     model.train()  # dropout draws, and what draws is not position by position
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     calls: dict[nn.Module, list[_ModuleCall]] = {}
+    outputs: dict[nn.Module, Any] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.setdefault(module, []).append(_ModuleCall(args, kwargs, output))
 
     candidates = list(_candidates(model, layers))
     hooks = [module.register_forward_hook(note, with_kwargs=True) for _, module in candidates]
+    for module in model.modules():
+        if module is not model and module not in layers and any(each in layers for each in module.modules()):
+            hooks.append(module.register_forward_hook(lambda one, _, output: outputs.update({one: output})))
     try:
         tokens = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS) % 40 + SPECIAL_TOKENS
         with torch.enable_grad():
@@ -214,10 +226,11 @@ def _kinds(model: PreTrainedModel) -> dict[_Kind, _Found]:
     finally:
         for hook in hooks:
             hook.remove()
-    trial = _Trial(calls, _edges(logits))
+    trial = _Trial(calls, outputs, _edges(logits))
     for holder, module in candidates:
         trial.run(holder, module)
     trial.join(candidates)
+    trial.note_last(candidates)
     return {kind: found for kind, found in trial.found.items() if kind not in trial.others}
 
 
@@ -258,6 +271,8 @@ class _Trial:
     """Tries modules of layers with the tensors that they were called with."""
 
     calls: dict[nn.Module, list[_ModuleCall]]
+    outputs: dict[nn.Module, Any]
+    """What modules have returned that hold layers, the whole model left out."""
     edges: Counter[tuple[Any, int]]
     found: dict[_Kind, _Found] = field(default_factory=dict)
     others: set[_Kind] = field(default_factory=set)
@@ -290,6 +305,30 @@ class _Trial:
                 name = next(name for name, each in holder.named_modules() if each is norm)
                 joined[kind] = replace(self.found[kind], uses=self._uses(norm), before=name)
         self.found |= {kind: found for kind, found in joined.items() if kind not in apart}
+
+    def note_last(self, candidates: list[tuple[nn.Module, nn.Module]]) -> None:
+        """Note which norm's output the last hidden states are."""
+        for holder, module in candidates:
+            kind = _Kind.of(holder, module)
+            if kind in self.found and kind not in self.others and self._is_last(kind, module):
+                name = next(name for name, each in holder.named_modules() if each is module)
+                self.found[kind] = replace(self.found[kind], last=name)
+
+    def _is_last(self, kind: _Kind, module: nn.Module) -> bool:
+        """Whether every module around one returns its output as the last hidden states alone."""
+        around = [output for each, output in self.outputs.items() if module in each.modules()]
+        if self.found[kind] != _Found() or not around:
+            return False
+        normed: Tensor = self.calls[module][0].output
+        for output in around:
+            if getattr(output, "last_hidden_state", None) is not normed:
+                return False
+            others = tree_leaves([value for name, value in output.items() if name != "last_hidden_state"])
+            tensors = [each for each in others if isinstance(each, Tensor)]
+            uses = _edges(*tensors)[normed.grad_fn, normed.output_nr]
+            if uses or any(each is normed for each in tensors):
+                return False
+        return True
 
     def _norm_before(self, holder: nn.Module, module: nn.Module) -> nn.Module | None:
         if _Kind.of(holder, module) not in self.found or len(self.calls.get(module, [])) != 1:

@@ -52,13 +52,18 @@ class Tiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module of (rows, tokens, ...)."""
+        hidden = self.long(args, kwargs)
+        return self.inner(*args, **kwargs) if hidden is None else called(self.call(hidden), hidden)
+
+    def long(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the only argument of a call, if it is of rows longer than a tile; else None."""
         given = [*args, *kwargs.values()]
-        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 3:
-            return self.inner(*args, **kwargs)
-        (hidden,) = given
-        if hidden.shape[1] <= self.tokens:
-            return self.inner(hidden)
-        return called(_Call(self.modules, self.tokens, self.uses, hidden, self.inner), hidden)
+        is_hidden = len(given) == 1 and isinstance(given[0], Tensor) and given[0].dim() > 2
+        return given[0] if is_hidden and given[0].shape[1] > self.tokens else None
+
+    def call(self, hidden: Tensor) -> TiledCall:
+        """Return what computes a call with such rows."""
+        return _Call(self.modules, self.tokens, self.uses, hidden, self.inner)
 
 
 class _Call(TiledCall):

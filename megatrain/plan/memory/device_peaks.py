@@ -299,13 +299,16 @@ class DevicePeaks:
 
     def _head_forward(self, place: int) -> DevicePeak:
         """A micro-batch is in the head, and `place` others have passed it."""
-        num_back = 0 if self._anatomy.loss_reaches_layers else place
+        anatomy, waiting = self._anatomy, self._m - 1 - place
+        num_back = 0 if anatomy.loss_reaches_layers else place
         return self._in_head(
             "forward of the head",
-            self._anatomy.head_forward_peak_bytes
-            + (self._m - 1 - place) * self._waiting()
-            + self._left_by_head(place, num_back)
-            + self._beside(self._m, place),
+            max(
+                anatomy.norm_forward_peak_bytes + self._beside(self._m, place),
+                anatomy.head_forward_peak_bytes + self._beside(self._m, place + 1),
+            )
+            + waiting * self._waiting()
+            + self._left_by_head(place, num_back),
         )
 
     def _head_backward(self, place: int) -> DevicePeak:

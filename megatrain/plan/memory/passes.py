@@ -42,6 +42,6 @@ def most_without_gradients(
         layer.forward_peak_bytes[RECOMPUTE.name] + layer.saved_bytes[RECOMPUTE.name] - layer.boundary_bytes
         for layer in layers
     ]
-    working = max(*inside, anatomy.head_forward_peak_bytes + anatomy.head_saved_bytes)
+    working = max(*inside, anatomy.norm_forward_peak_bytes, anatomy.head_forward_peak_bytes)
     room = peaks.largest.nbytes - peaks.constant - working
     return max(min(choice.lockstep, batch.num_micro_batches), room // max(1, each))

@@ -20,10 +20,10 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.model.adapters.adapted_parameters import ATTRIBUTE, adapters_of_parameters
 from megatrain.model.documents.begins import documents, read_documents
 from megatrain.model.experts.apart import part_to_compile
-from megatrain.model.head.head import Head, count_targets
+from megatrain.model.head.head import Head, PutAway
 from megatrain.model.masks import refuse_given_masks
 from megatrain.model.sequence.attention import SharedRows
-from megatrain.model.shares import RowSums, Share
+from megatrain.model.shares import count_targets
 from megatrain.model.tiles.first_input import is_done_with_embeddings
 from megatrain.model.tiles.position_wise import stand_ins
 from megatrain.model.weights.kept import refuse_to_save
@@ -257,19 +257,20 @@ class ModelForward:
 
     # -- turns ----------------------------------------------------------------------------------------------
 
-    def put_away(self) -> tuple[Pass | None, Share | RowSums | None, Turn | None, object]:
+    def put_away(self) -> tuple[Pass | None, PutAway, Turn | None, object]:
         """Take out what belongs to the running micro-batch: others run until `put_back`."""
-        kept = self._pass, self.head.share, self.turns.current, self._shared_state.now()
+        kept = self._pass, self.head.put_away(), self.turns.current, self._shared_state.now()
         if self._pass is not None:
             self._pass.restore()
-        self._pass = self.head.share = self.turns.current = None
+        self._pass = self.turns.current = None
         return kept
 
     def put_back(self, kept: object) -> None:
         """Put in place what `put_away` returned; raises SharedStateError as `SharedState.require`."""
         assert isinstance(kept, tuple)
         self._shared_state.require(kept[-1])
-        self._pass, self.head.share, self.turns.current, _ = kept
+        self._pass, of_head, self.turns.current, _ = kept
+        self.head.put_back(of_head)
         if self._pass is not None:
             self._pass.put()
 

@@ -19,8 +19,8 @@ from megatrain.config.sizes import counted
 from megatrain.data.cache import Rows
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.errors import DataError
-from megatrain.model.head.head import count_targets
 from megatrain.model.head.positions import PositionSums, means_by_position
+from megatrain.model.shares import count_targets
 from megatrain.objective.objective import Shown
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import batch_losses

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.model.head.head import count_targets
+from megatrain.model.shares import count_targets
 from megatrain.stream.forward.passes import to_device
 from tests.host_device.device import TYPE
 from tests.reference import Batch, Resident, loss_in_step

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.model.head.head import count_targets
+from megatrain.model.shares import count_targets
+from megatrain.model.tiles.last_norm import NormOfChunks
 from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import row_losses
 from tests.chunked import CHUNK, heads_in_chunks
@@ -75,6 +76,35 @@ def test_a_loss_that_somebody_makes_of_it_is_rounded_in_each_micro_batch(family:
     assert_same_gradients(engine, reference.sums)
     assert engine.counts.rerun_tokens == 0
     engine.detach()
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2"])
+def test_long_rows_pass_the_last_norm_with_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bit is another than where the norm runs by itself, as one that somebody has hooked does."""
+    inner, calls = NormOfChunks.go_back, [0]
+
+    def go_back(*args: Any) -> Any:
+        calls[0] += 1
+        return inner(*args)
+
+    monkeypatch.setattr(NormOfChunks, "go_back", go_back)
+    found = []
+    for is_watched in (False, True):
+        model = make_model(FAMILIES[family]())
+        engine = attach_plainly(
+            model, device=TYPE, precision="bf16", num_micro_batches=2, head_chunk_tokens=CHUNK, tile_tokens=7
+        )
+        if is_watched:
+            model.model.norm.register_forward_hook(lambda *_: None)
+        loss = engine.forward_backward(make_batches(2))
+        assert engine._model_forward.head.linear is not None
+        found.append((loss, {name: gradient.clone() for name, gradient in engine.named_gradients()}))
+        engine.detach()
+    assert calls == [2]
+    (loss, gradients), (other, expected) = found
+    assert_same_bits(loss.cpu(), other.cpu(), "loss")
+    for name, gradient in gradients.items():
+        assert_same_bits(gradient, expected[name], name)
 
 
 def test_a_watched_layer_is_called(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,7 +201,8 @@ def test_a_head_in_chunks_makes_three_products_or_four() -> None:
     for anatomy, products in ((again, 3), (eager, 2), (plain, 2), (whole, 2)):
         assert anatomy.head_forward.matmul_flops == product
         assert anatomy.head_backward.matmul_flops == products * product
-    assert plain.head_saved_bytes - again.head_saved_bytes == 2 * tokens * 64
+    # hidden states wait where chunks run again, and their gradients where those are made at once
+    assert plain.head_saved_bytes == again.head_saved_bytes
     assert eager.head_saved_bytes - plain.head_saved_bytes == 4 * vocab * 64
     assert plain.head_backward.moved_bytes < eager.head_backward.moved_bytes < again.head_backward.moved_bytes
 

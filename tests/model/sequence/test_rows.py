@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.model.head.head import count_targets
 from megatrain.model.sequence.rows import cut_rows
 from megatrain.model.sequence.shards import Counted
+from megatrain.model.shares import count_targets
 
 
 def _cut(batch: dict[str, Tensor], number: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 
 from megatrain import files
 from megatrain.errors import OutputError
-from megatrain.model.head.head import count_targets
+from megatrain.model.shares import count_targets
 from megatrain.train.records.metrics import (
     MetricsLog,
     StepMetrics,
