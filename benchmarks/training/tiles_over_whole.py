@@ -7,8 +7,9 @@ Time: a step of the engine on a small llama in fp32 on the CPU with one thread, 
 once with whole rows, from the same weights on the same batches; steps alternate in one process, and the time
 is that of all its threads. The result is the median of the ratios within pairs.
 
-Memory: one decoder layer of Llama-8B's proportions, in fp32, runs forward and, again, backward under
-`recompute`, in a process of its own. The most resident bytes of it, above those before, are set beside what
+Memory: one decoder layer of Llama-8B's proportions, in fp32, runs forward and, again, backward in a process
+of its own: under `recompute` with its input in memory, and under `keep_attention` with its input, and what
+its attention returned, in a file. The most resident bytes of it, above those before, are set beside what
 `megatrain plan` counts for such a layer: its input, what its backward takes, the gradient that it is given,
 and those of its weights. So is what norm, head and loss of such a model take, from the last layer's output to
 its gradient.
@@ -18,13 +19,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import io
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.model.head.head import Head
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.model.profile.count import count_anatomy
+from megatrain.model.tiles.kept import Store
 from megatrain.model.tiles.position_wise import tile
 
 CHUNK = 256
@@ -59,6 +63,7 @@ def main() -> None:
     parser.add_argument("--memory-tokens", type=int, nargs="*", default=[16_384, 32_768])
     parser.add_argument("--memory-hidden", type=int, default=512)
     parser.add_argument("--only-layer", type=int, help="measure a layer on so many tokens in this process")
+    parser.add_argument("--only-late-layer", type=int, help="the same of one whose input waits in a file")
     parser.add_argument("--only-head", type=int, help="measure norm, head and loss on so many tokens in it")
     parser.add_argument("--out", help="file to save the JSON line to")
     arguments = parser.parse_args()
@@ -66,10 +71,14 @@ def main() -> None:
     if arguments.only_layer:
         print(json.dumps(measure_layer(arguments, arguments.only_layer)))
         return
+    if arguments.only_late_layer:
+        print(json.dumps(measure_late_layer(arguments, arguments.only_late_layer)))
+        return
     if arguments.only_head:
         print(json.dumps(measure_head(arguments, arguments.only_head)))
         return
     memory = [apart(arguments, "layer", tokens) for tokens in arguments.memory_tokens]
+    late = [apart(arguments, "late-layer", tokens) for tokens in arguments.memory_tokens]
     of_head = [apart(arguments, "head", tokens) for tokens in arguments.memory_tokens]
     sides = {"tiles": engine_of(arguments, arguments.tile), "whole": engine_of(arguments, 0)}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -92,6 +101,7 @@ def main() -> None:
             "tiles_cpu_s": statistics.median(timed["tiles"]),
             "whole_cpu_s": statistics.median(timed["whole"]),
             "layer_memory": memory,
+            "late_layer_memory": late,
             "head_memory": of_head,
             "config": {key: value for key, value in vars(arguments).items() if key != "out"},
             "hardware": hardware(),
@@ -151,6 +161,102 @@ def apart(arguments: argparse.Namespace, part: str, tokens: int) -> dict[str, An
 
 def measure_layer(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """Run a layer forward and backward, and return the most bytes that it took, beside what is counted."""
+    run, hidden, gradient = layer_of(arguments, tokens)
+    before = begin()
+    torch.autograd.backward(_Seed.apply(checkpoint(run, hidden, use_reentrant=False), gradient))
+    taken = resident_bytes(most=True) - before
+    counted = count(llama(arguments.memory_hidden, 1, tokens), tokens, arguments.tile).layers[0]
+    # the count has the gradient that the layer is given; here it was there before
+    planned = max(
+        counted.backward_peak_bytes["recompute"] - hidden.nbytes, counted.forward_peak_bytes["recompute"]
+    )
+    return report(tokens, taken, planned, arguments.memory_hidden)
+
+
+def measure_late_layer(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Run a layer whose input, and what its attention returned, wait in a file; see `measure_layer`."""
+    run, hidden, gradient = layer_of(arguments, tokens)
+    leaving: list[InFile] = []
+
+    def save(tensor: Tensor) -> InFile:
+        leaving.append(InFile(tensor))
+        return leaving[-1]
+
+    def settle() -> None:
+        for each in leaving:
+            each.leave()
+
+    store = Store(keeps_attention=True, save=save, settle=settle)
+    source = InFile(hidden)
+    source.leave()
+    # no leaf of autograd, which would be there until the end
+    first, row = [_Last.apply(hidden)], hidden.nbytes
+    del hidden
+
+    def run_on(_: Tensor) -> Tensor:
+        given = first.pop() if first else source.load().requires_grad_()
+        store.has_input(given, source)
+        return run(given)
+
+    def contexts() -> tuple[Any, Any]:
+        return store.running(), store.running(is_last=True)
+
+    before = begin() - row  # the input was there, and goes in the course of it
+    torch.autograd.backward(
+        _Seed.apply(checkpoint(run_on, torch.empty(0), use_reentrant=False, context_fn=contexts), gradient)
+    )
+    taken = resident_bytes(most=True) - before
+    late = count(llama(arguments.memory_hidden, 1, tokens), tokens, arguments.tile).layers[0].late
+    counted = late["keep_attention"]
+    planned = max(counted.backward_peak_bytes - row, counted.forward_peak_bytes)
+    return report(tokens, taken, planned, arguments.memory_hidden)
+
+
+class InFile:
+    """A tensor of one row that waits in a file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Write it; it is in memory too until it leaves."""
+        self.shape, self.dtype, self._stride = tensor.shape, tensor.dtype, tensor.stride()
+        self._tensor: Tensor | None = tensor.detach()
+        self._file = io.FileIO(os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR), "r+")
+        for part in _flat(tensor.detach()).split(1 << 20):
+            self._file.write(part.numpy().tobytes())
+
+    def leave(self) -> None:
+        """Be in the file alone."""
+        self._tensor = None
+
+    def load(self) -> Tensor:
+        """Read it as a whole."""
+        if self._tensor is not None:
+            return self._tensor
+        found = torch.empty_strided(self.shape, self._stride, dtype=self.dtype)
+        self._read(_flat(found), 0)
+        return found
+
+    def rows(self, tile: slice) -> Tensor:
+        """Read some tokens."""
+        if self._tensor is not None:
+            return self._tensor[:, tile]
+        found = torch.empty((1, tile.stop - tile.start, *self.shape[2:]), dtype=self.dtype)
+        self._read(found.view(-1), tile.start * found[0, 0].nbytes)
+        return found
+
+    def _read(self, flat: Tensor, offset: int) -> None:
+        self._file.seek(offset)
+        view = memoryview(flat.numpy().data).cast("B")
+        while view:
+            view = view[self._file.readinto(view) :]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """View the elements of a tensor in the order in which they are in memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def layer_of(arguments: argparse.Namespace, tokens: int) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+    """Make a layer in tiles, and return what runs it, its input, and the gradient that comes back."""
     config = llama(arguments.memory_hidden, 1, tokens)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).train()
@@ -165,14 +271,11 @@ def measure_layer(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
         output: Tensor = layer(given, position_embeddings=angles, position_ids=positions)
         return output
 
-    before = begin()
-    torch.autograd.backward(_Seed.apply(checkpoint(run, hidden, use_reentrant=False), gradient))
-    taken = resident_bytes(most=True) - before
-    counted = count(config, tokens, arguments.tile).layers[0]
-    row = tokens * config.hidden_size * 4
-    # the count has the gradient that the layer is given; here it was there before
-    planned = max(counted.backward_peak_bytes["recompute"] - row, counted.forward_peak_bytes["recompute"])
-    return report(tokens, taken, planned, arguments.memory_hidden)
+    few = slice(0, 2 * arguments.tile)  # what libraries take once is there before anything is measured
+    cut = [angle[:, few] for angle in angles]
+    layer(hidden[:, few].detach(), position_embeddings=cut, position_ids=positions[:, few]).sum().backward()
+    layer.zero_grad(set_to_none=True)
+    return run, hidden, gradient
 
 
 def measure_head(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
@@ -185,7 +288,7 @@ def measure_head(arguments: argparse.Namespace, tokens: int) -> dict[str, Any]:
     head = Head(model, CHUNK, lambda: _Weights(model), is_fused=False)
     ids = torch.randint(3, 128, (1, tokens))
     inner = type(model).forward.__get__(model)
-    named = {"input_ids": ids, "labels": ids, "use_cache": False, "return_dict": True}
+    named: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False, "return_dict": True}
     head.call(
         inner, {key: value[:, : 2 * CHUNK] if key[-1:] == "s" else value for key, value in named.items()}
     )
