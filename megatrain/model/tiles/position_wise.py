@@ -176,12 +176,13 @@ def tile(model: PreTrainedModel, layers: Iterable[nn.Module], tokens: int) -> Ca
 
 def _candidates(model: nn.Module, layers: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield modules with what holds them: parts of layers, and what is beside the layers."""
+    held = set(layers)  # a small model's are those of its towers, too
     for layer in layers:
         for module in _outermost(layer):
             yield layer, module
     for decoder in model.modules():
         children = list(decoder.children())
-        if any(isinstance(child, nn.ModuleList) and layers[0] in child for child in children):
+        if any(isinstance(child, nn.ModuleList) and not held.isdisjoint(child) for child in children):
             for child in children:
                 if not isinstance(child, nn.ModuleList):
                     yield decoder, child

@@ -158,6 +158,8 @@ def test_which_norms_pass_with_the_head_is_found_by_trial() -> None:
     for family in ("llama", "gemma2", "mixtral", "gpt_oss", "olmo2"):
         model = make_model(FAMILIES[family]())
         assert norm_of(model) is model.model.norm, family
+    model = make_model(tiny_config("qwen3_vl"))  # the layers of its vision tower come first
+    assert norm_of(model) is model.model.language_model.norm
     for family in ("phi", "gpt2", "opt"):  # nn.LayerNorm keeps no more than its input
         model = make_model(FAMILIES[family]())
         layers = [block.module for block in find_blocks(model) if block.module is not None]
