@@ -30,7 +30,7 @@ from megatrain.model.head.form import Form, form_of, linear_of
 from megatrain.model.head.linear import LinearHead
 from megatrain.model.head.others import Others, leads_to
 from megatrain.model.shares import IGNORED, ByPosition, RowSums, Share, adds_router_loss
-from megatrain.model.tiles.last_norm import LastNorm, NormOfChunks, last_norm
+from megatrain.model.tiles.last_norm import Handing, LastNorm, NormOfChunks, last_norm
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _PROBE_TOLERANCE = 1e-4
 _ROUNDED_TOLERANCE = 2e-2
 
 
-PutAway: TypeAlias = tuple[Share | RowSums | None, LastNorm | None, tuple[bool, Tensor | None] | None]
+PutAway: TypeAlias = tuple[Share | RowSums | None, LastNorm | None, Handing | None]
 """What of a head belongs to a micro-batch that others run beside."""
 
 
@@ -98,6 +98,9 @@ class Head:
             linear, form = linear_of(self._owner), form_of(model.config)
             if linear is not None and form is not None:
                 self.linear = LinearHead(linear, form)
+        weight = getattr(self._owner.get_output_embeddings(), "weight", None)
+        self._dtype = weight.dtype if isinstance(weight, Tensor) else None
+        """That in which the head computes; in a pass, to ask a weight for it would stream it."""
         self._takes_total = "num_items_in_batch" in inspect.signature(self._original).parameters
         self.share: Share | RowSums | None = None
         """The running micro-batch's; put away and back where micro-batches run in turns."""
@@ -250,7 +253,7 @@ class Head:
 
         def capture(*args: Any, **kwargs: Any) -> Any:
             stack.close()  # inside, another micro-batch may be let through to the same decoder
-            with nullcontext() if norm is None else norm.handing_on():
+            with nullcontext() if norm is None else norm.handing_on(self._dtype):
                 raise _Captured(forward(*args, **kwargs))
 
         self._decoding = norm

@@ -77,15 +77,18 @@ class _Stub(torch.autograd.Function):
     """Stands for a layer: new hidden states out, a new gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, watch: Any) -> Tensor:
-        ctx.watch = watch
+    def forward(ctx: Any, hidden: Tensor, begin: Any, end: Any) -> Tensor:
+        ctx.begin, ctx.end = begin, end
         return torch.empty_like(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.watch is not None:
-            ctx.watch(grad)
-        return torch.empty_like(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.begin is not None:
+            ctx.begin(grad)
+        found = torch.empty_like(grad)
+        if ctx.end is not None:
+            ctx.end()
+        return found, None, None
 
 
 class _ChunkWeights:
@@ -298,7 +301,7 @@ class WholePassTracer:
             made + (whole - chunks) + chunks.scaled(share_of_chunks), spared.scaled(share_of_chunks)
         )
         held = result.graph_bytes + result.head_gradient_bytes
-        result.embedding_peak_bytes = meter.peak_bytes - held
+        result.embedding_peak_bytes = most(0, meter.peak_bytes - held)
         result.head_dim, result.num_heads = meter.head_dim, meter.num_heads
         return result
 
@@ -422,7 +425,8 @@ class WholePassTracer:
             self.result.traces.append(self._trace(again))
         self.result.kinds.append(self._kinds[key])
         is_last = number == len(self._layers) - 1
-        output = _Stub.apply(hidden, self._begin_layers if is_last else None)
+        begin, end = self._begin_layers if is_last else None, None if number else self._end_layers
+        output = _Stub.apply(hidden, begin, end)
         if is_last:
             del hidden, call
             self._head_start = self._meter.cost
@@ -449,6 +453,11 @@ class WholePassTracer:
         result.head_backward_peak_bytes = meter.peak_bytes - result.graph_bytes
         left = meter.settle() - result.graph_bytes - meter.storage_bytes(grad)
         result.head_gradient_bytes = left
+
+    def _end_layers(self) -> None:
+        """The backward leaves the first layer, whose output's gradient goes."""
+        self._meter.settle()
+        self._meter.peak_bytes = 0  # the next operation finds it
 
 
 def _kind_of(call: LayerCall) -> Hashable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from megatrain.model.selective import kept_by_none
 from megatrain.model.tiles.kept import Whole
 from megatrain.model.tiles.tiled import Tiled
 
+Handing: TypeAlias = tuple[torch.dtype | None, Tensor | None]
+"""What of a norm belongs to a micro-batch that others run beside."""
+
 
 class LastNorm(Tiled):
     """Stands for the forward of a norm whose output is what a decoder returns (`Part.is_last`)."""
@@ -25,38 +28,44 @@ class LastNorm(Tiled):
     def __init__(self, module: nn.Module, tokens: int, inner: Callable[[Tensor], Tensor]) -> None:
         """Prepare; the module is not changed. See `Tiled`."""
         super().__init__(module, tokens, inner)
-        self._hands_on = False
+        self._hands_on: torch.dtype | None = None
+        """The dtype of rows that are handed on; None: none are."""
         self._handed: Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the norm, or hand long rows on to who runs it on chunks of them."""
-        hidden = self.long(args, kwargs) if self._hands_on else None
-        if hidden is None:
+        hidden = None if self._hands_on is None else self.long(args, kwargs)
+        if hidden is None or not self._hands_on == hidden.dtype == self.part(hidden[:, :1]).dtype:
             return super().__call__(*args, **kwargs)
         self._handed = hidden
         return hidden
 
     @contextmanager
-    def handing_on(self) -> Iterator[None]:
-        """Hand long rows on for as long as the context lasts; `take` says which these are."""
-        self._hands_on = True
+    def handing_on(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Hand long rows on for as long as the context lasts; `take` says which these are.
+
+        Args:
+            dtype: The dtype in which the head computes; None: no rows are. What is in another one, before the
+                norm or behind it, the decoder casts, which a small model in fp32 does not show.
+        """
+        self._hands_on = dtype
         try:
             yield
         finally:
-            self._hands_on = False
+            self._hands_on = None
 
     def take(self) -> Tensor | None:
         """Return the rows that were handed on since the last call; None: none were."""
         handed, self._handed = self._handed, None
         return handed
 
-    def put_away(self) -> tuple[bool, Tensor | None]:
+    def put_away(self) -> Handing:
         """Take out what belongs to the micro-batch that is running."""
         kept = self._hands_on, self._handed
-        self._hands_on, self._handed = False, None
+        self._hands_on, self._handed = None, None
         return kept
 
-    def put_back(self, kept: tuple[bool, Tensor | None]) -> None:
+    def put_back(self, kept: Handing) -> None:
         """Put in place what `put_away` returned."""
         self._hands_on, self._handed = kept
 

@@ -133,7 +133,8 @@ def stand_ins(
         if part.attends:
             found[module] = GroupedAttention(module, tokens, module.forward, uses=uses, before=before)
         elif part.is_last:
-            found[module] = LastNorm(module, tokens, compile(module, module.forward))
+            # uncompiled: a graph for tiles and one for chunks of the head need not round a row alike
+            found[module] = LastNorm(module, tokens, module.forward)
         else:
             inner = compile(module, module.forward)
             if before is not None:
@@ -175,12 +176,13 @@ def tile(model: PreTrainedModel, layers: Iterable[nn.Module], tokens: int) -> Ca
 
 def _candidates(model: nn.Module, layers: list[nn.Module]) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield modules with what holds them: parts of layers, and what is beside the layers."""
+    held = set(layers)  # a small model's are those of its towers, too
     for layer in layers:
         for module in _outermost(layer):
             yield layer, module
     for decoder in model.modules():
         children = list(decoder.children())
-        if any(isinstance(child, nn.ModuleList) and layers[0] in child for child in children):
+        if any(isinstance(child, nn.ModuleList) and not held.isdisjoint(child) for child in children):
             for child in children:
                 if not isinstance(child, nn.ModuleList):
                     yield decoder, child
@@ -317,7 +319,8 @@ class _Trial:
     def _is_last(self, kind: _Kind, module: nn.Module) -> bool:
         """Whether every module around one returns its output as the last hidden states alone."""
         around = [output for each, output in self.outputs.items() if module in each.modules()]
-        if self.found[kind] != _Found() or not around:
+        has_product = any(parameter.dim() > 1 for parameter in module.parameters())
+        if self.found[kind] != _Found() or has_product or not around:
             return False
         normed: Tensor = self.calls[module][0].output
         for output in around:

@@ -122,7 +122,7 @@ def furthest(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 ROWS: list[tuple[int, int, dict[str, Any]]] = [
-    (2, 2, {"kind": "packed", "tile_tokens": 5}),
+    (2, 2, {"kind": "packed", "tile_tokens": 5, "head_chunk_tokens": 7}),
     (4, 2, {"family": "qwen2", "kind": "packed", "lockstep": 2, "activations": "recompute_cheap"}),
     (4, 4, {"family": "gemma2", "kind": "padded", "activations": "keep", "fragments": True}),
     (2, 2, {"family": "deepseek_v3", "activations": "offload", "head_chunk_tokens": 5}),

@@ -19,6 +19,7 @@ from megatrain.stream.engine import Engine
 from megatrain.stream.evaluate import losses, row_losses
 from tests.chunked import CHUNK, heads_in_chunks
 from tests.families import FAMILIES
+from tests.kinds import tiny_config
 from tests.products import every_pair
 from tests.reference import assert_same_bits, attach_plainly, make_batches, make_model
 from tests.stream.forward.test_tiles import TILE, start_in_tiles
@@ -157,6 +158,8 @@ def test_which_norms_pass_with_the_head_is_found_by_trial() -> None:
     for family in ("llama", "gemma2", "mixtral", "gpt_oss", "olmo2"):
         model = make_model(FAMILIES[family]())
         assert norm_of(model) is model.model.norm, family
+    model = make_model(tiny_config("qwen3_vl"))  # the layers of its vision tower come first
+    assert norm_of(model) is model.model.language_model.norm
     for family in ("phi", "gpt2", "opt"):  # nn.LayerNorm keeps no more than its input
         model = make_model(FAMILIES[family]())
         layers = [block.module for block in find_blocks(model) if block.module is not None]
@@ -226,6 +229,23 @@ def test_a_decoder_that_goes_on_with_the_norm_s_output_is_refused(monkeypatch: p
     monkeypatch.setattr(LastNorm, "__call__", lambda norm, hidden: inner(norm, hidden) * 1)
     with pytest.raises(ModelError, match=r"train\.tile_tokens"):
         engine.forward_backward(make_batches(1))
+
+
+def test_a_norm_whose_output_is_cast_runs_by_itself(calls: list[tuple[int, ...]]) -> None:
+    """Inkling 2 adds up its layers in fp32, and casts what its last norm returns; one in fp32 does not."""
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for precision in ("bf16", "bf16", "fp32"):
+        model = make_model(tiny_config("inkling2_text"))
+        engine = attach_plainly(model, precision=precision, head_chunk_tokens=CHUNK, tile_tokens=TILE)
+        if len(found) == 1:
+            norm_of(model).register_forward_hook(lambda *_: None)
+        loss = engine.forward_backward(make_batches(1))
+        assert len(calls) == (precision == "fp32")
+        found.append((loss, dict(engine.named_gradients())))
+    (loss, gradients), (other, expected), _ = found
+    assert_same_bits(loss, other, "loss")
+    for name, gradient in gradients.items():
+        assert_same_bits(gradient, expected[name], name)
 
 
 def test_short_rows_pass_the_norm_as_they_are(calls: list[tuple[int, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""Bytes on the device while a micro-batch is in the head: at most 1 % over what is measured there."""
+"""Bytes on the device while a micro-batch is in the head, and where its backward ends: those of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import megatrain
 from megatrain.config.choice import Choice, StepBatch
@@ -37,7 +37,7 @@ TOKENS, TILE, CHUNK = 1024, 256, 128
         ("gpt2", "fp32", 1, "host", TILE),
     ],
 )
-def test_predicted_bytes_in_the_head_are_those_of_a_run(
+def test_predicted_bytes_outside_the_layers_are_those_of_a_run(
     family: str,
     precision: Any,
     m: int,
@@ -94,8 +94,24 @@ def test_predicted_bytes_in_the_head_are_those_of_a_run(
             head_chunk_tokens=CHUNK,
             tile_tokens=tile or None,
         )
+
+        begun: list[bool] = []
+
+        def begin(_: Tensor) -> None:
+            device.peak = device.peak if begun else 0
+            begun.append(True)
+
+        def watch(_: nn.Module, __: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(begin)
+
+        model.get_input_embeddings().register_forward_hook(watch)
         engine.forward_backward([{"input_ids": each, "labels": each} for each in ids])
+        measured["backward of the embedding"] = device.peak
     engine.detach()
     ids_bytes = 16 * TOKENS * m  # on a device, a round's tokens and labels
-    for name in ("forward of the head", "backward of the head"):
-        assert 1 <= predicted[name] / (measured[name] + ids_bytes) <= 1.01, name
+    # what layers are given, such as masks of windows, counts until the end of the backward
+    most = {"forward of the head": 1.01, "backward of the head": 1.01, "backward of the embedding": 1.06}
+    most |= {"backward of the embedding": 3} if family == "gemma2" else {}
+    for name, times in most.items():
+        assert 1 <= predicted[name] / (measured[name] + ids_bytes) <= times, name
