@@ -32,7 +32,7 @@ from megatrain.model.selective import kept_by_none
 from megatrain.model.sequence.attention import are_rows_shared
 from megatrain.model.tiles.calls import TiledCall, Uses, called
 from megatrain.model.tiles.kept import Store, Stored, Whole, store_in_use
-from megatrain.model.tiles.outputs import Giving, Noting, Recipe, WithoutProducts
+from megatrain.model.tiles.outputs import Giving, Noting, Recipe, Unread
 
 GROUPS = 4
 """Most groups of heads: products run again for each, and what a group needs is as much smaller."""
@@ -265,13 +265,13 @@ class _Run:
     def output(self, part: Tensor, attended: Tensor, tile: slice) -> Any:
         """Return the module's output for a tile, given what attention returned for it; `part` is not read."""
         given, _ = self._given.tile(tile)
-        products = WithoutProducts()
+        unread = Unread()
 
         def attend(_: _Asked) -> Any:
-            products.end()
+            unread.end()
             return attended, None
 
-        with _attended_by(attend), products:
+        with _attended_by(attend), unread:
             return self.attention.tile(given, part)
 
     def core(self, hidden: Tensor) -> _Core | None:
