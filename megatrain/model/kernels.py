@@ -25,6 +25,11 @@ def accelerator_attention() -> Iterator[None]:
         yield
 
 
+def is_accelerator_imitated() -> bool:
+    """Whether attention is that of an accelerator here."""
+    return torch.nn.functional.scaled_dot_product_attention is _attend
+
+
 def _attend(
     query: Tensor,
     key: Tensor,

@@ -29,14 +29,11 @@ from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from megatrain.config.attention import BY_DOCUMENT, VARLEN
+from megatrain.config.attention import BY_DOCUMENT, MOST_TOKENS, TILED, VARLEN
 from megatrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-MOST_TOKENS = 16_384
-"""A mask has at most as many entries as one of so many queries and keys."""
 
 
 class LongAttentionError(Exception):
@@ -91,12 +88,17 @@ def refused(model: PreTrainedModel, queries: int, keys: int, cause: str, *ways: 
 
 
 def without_mask(model: PreTrainedModel) -> tuple[str, ...]:
-    """Name a kernel that knows windows, padding and packed rows by itself, if the model has it."""
+    """Name what knows windows, padding and packed rows by itself, if the model has it."""
     config = model.config.get_text_config()
-    if not getattr(model, "_supports_flash_attn", False) or getattr(config, "alibi", False):
+    if getattr(config, "alibi", False):
         return ()
-    known = getattr(model, "_compatible_flash_implementations", None) or ("flash_attention_2",)
-    return (f"model.attn_implementation={known[0]}, a package that needs none",)
+    ways = []
+    if getattr(model, "_supports_attention_backend", False) and config._attn_implementation != TILED:
+        ways.append(f"model.attn_implementation={TILED}, which needs none")
+    if getattr(model, "_supports_flash_attn", False):
+        known = getattr(model, "_compatible_flash_implementations", None) or ("flash_attention_2",)
+        ways.append(f"model.attn_implementation={known[0]}, a package that needs none")
+    return tuple(ways)
 
 
 # -- masks that transformers makes -----------------------------------------------------------------------
@@ -148,7 +150,9 @@ def _refusing(make: Callable[..., Any]) -> Callable[..., Any]:
     def mask(**given: Any) -> Any:
         model = _guarded(given.get("config"))
         if model is not None and is_long(given["q_length"], given["kv_length"]):
-            given["mask_function"] = partial(_refuse, model, given)
+            refuse: Any = partial(_refuse, model, given)
+            refuse.stands_for = given.get("mask_function", masking_utils.causal_mask_function)
+            given = {**given, "mask_function": refuse}
         return make(**given)
 
     mask.refuses_long = True  # type: ignore[attr-defined]
@@ -219,4 +223,4 @@ def _refuse_scores(
                 model, queries, keys, f"{cause} with dropout of attention", "no dropout of attention"
             )
         sizes = f"{query.shape[-1]} and {value.shape[-1]} elements in {query.dtype}"
-        raise refused(model, queries, keys, f"{cause} for heads of {sizes}")
+        raise refused(model, queries, keys, f"{cause} for heads of {sizes}", *without_mask(model))

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -52,6 +52,8 @@ class Packed:
     """The shape of their positions, or mask: rows, tokens. Nothing is known of other shapes; None: of any."""
     is_full: bool | None = None
     """Whether a mask of padding leaves no token out; None: nobody has looked."""
+    positions: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    """The positions of rows that hold several documents; None: nobody has them on the host."""
 
 
 _now: ContextVar[Packed | None] = ContextVar("_now", default=None)
@@ -117,11 +119,12 @@ def read_documents(
     if positions.ndim != 2 or is_told or not (flash or ours or positions.device.type == "cpu"):
         return None, told
     begins = _begins(positions)
-    is_packed = bool(begins[:, 1:].any())
+    is_packed, shape = bool(begins[:, 1:].any()), (begins.shape[0], begins.shape[1])
     if (flash or ours) and is_packed:
         require_told(config)
         told |= _told(begins, is_padded=ours)
-    return Packed(is_packed=is_packed, shape=(begins.shape[0], begins.shape[1])), told
+    own = positions.detach().cpu().numpy() if is_packed else None
+    return Packed(is_packed=is_packed, shape=shape, positions=own), told
 
 
 def require_one_row(positions: Tensor, part: int) -> None:
