@@ -25,7 +25,7 @@ from transformers import masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from megatrain.config.attention import BY_DOCUMENT, VARLEN
+from megatrain.config.attention import BY_DOCUMENT, TILED, VARLEN
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.small import try_small_model
 
@@ -73,6 +73,11 @@ def packed_now() -> Packed | None:
 def is_ours(config: PretrainedConfig) -> bool:
     """Whether a model attends by a function of ours, which needs no mask for packed rows."""
     return getattr(config.get_text_config(), "_attn_implementation", None) in (VARLEN, BY_DOCUMENT)
+
+
+def is_tiled(config: PretrainedConfig) -> bool:
+    """Whether a model attends by tiles of queries and keys."""
+    return getattr(config.get_text_config(), "_attn_implementation", None) == TILED
 
 
 def read_documents(
