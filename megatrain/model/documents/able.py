@@ -1,7 +1,7 @@
-"""What torch's variable-length attention can do: for which models, and on which devices.
+"""What torch's variable-length attention, and attention by tiles, can do: which models, on which devices.
 
-Where it cannot, packed rows get a mask, as `sdpa` takes it. Whether a model attends within documents alone is
-not read from its code: a small one of its configuration has to give the logits that it gives with a mask.
+Where neither can, packed rows get a mask, as `sdpa` takes it. Whether a model attends within documents alone
+is not read from its code: a small one of its configuration has to give the logits that it gives with a mask.
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ def implementation_of(config: PretrainedConfig, asked: str | None, dtype: torch.
         config: The model's configuration.
         asked: The name of an implementation, `WHERE_ABLE` and its like among them.
         dtype: The dtype in which the model computes.
+
+    Raises:
+        ConfigError: Attention by tiles is asked for by name, and cannot do the model.
     """
+    if asked == TILED:
+        require_tiles(config)
     if asked not in _WHERE_ABLE:
         return asked
     if asked != TILED_WHERE_ABLE:
@@ -187,6 +192,17 @@ def why_not_tiled(config: PretrainedConfig) -> str | None:
     return dropout_of(config) or _why_not_the_same(config, TILED)
 
 
+def require_tiles(config: PretrainedConfig) -> None:
+    """Refuse attention by tiles that was asked for by name, where it cannot do a model.
+
+    Raises:
+        ConfigError: It cannot; the sentence says what to do.
+    """
+    reason = why_not_tiled(config)
+    if reason is not None:
+        raise ConfigError(f"model.attn_implementation={TILED} cannot do {reason}; use sdpa, or leave it out")
+
+
 def dropout_of(config: PretrainedConfig) -> str | None:
     """Say which dropout a model has in attention; None: it has none."""
     for name, value in config.get_text_config().to_dict().items():
@@ -240,7 +256,7 @@ def has_varlen(device: torch.device) -> bool:
 
 
 def require_able(model: PreTrainedModel, device: torch.device, *, repeats: bool) -> None:
-    """Refuse variable-length attention that was asked for by name, where it cannot be.
+    """Refuse attention of ours that was asked for by name, where it cannot be.
 
     Args:
         model: The model, which may attend in another way.
@@ -253,6 +269,8 @@ def require_able(model: PreTrainedModel, device: torch.device, *, repeats: bool)
     name = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if name == FLEX:
         require_name(name, device.type)
+    if name == TILED:
+        require_tiles(model.config)
     if name == BY_DOCUMENT and device.type != "cpu":
         raise ConfigError(
             f"model.attn_implementation={BY_DOCUMENT} is for the CPU, and the device is {device.type}; use "

@@ -20,13 +20,12 @@ from megatrain.config.attention import (
     TILED_WHERE_ABLE,
     VARLEN,
 )
-from megatrain.errors import ModelError
+from megatrain.errors import ConfigError, ModelError
 from megatrain.model import masks
 from megatrain.model.documents.able import implementation_of, why_not_tiled
-from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
+from megatrain.model.documents.begins import Packed, documents, set_attention
 from megatrain.model.documents.sight import Sight, sight_of
 from megatrain.model.documents.tiled import make_mask
-from megatrain.model.selective import is_attention
 from tests.families import FAMILIES
 from tests.model.tiles.test_attention import Calls
 from tests.reference import attach_plainly, make_model
@@ -164,6 +163,17 @@ def test_what_it_cannot_do_is_named(family: str, words: str, caplog: pytest.LogC
     with caplog.at_level("INFO", "megatrain"):
         assert implementation_of(config, TILED_WHERE_ABLE, torch.float32) is None
     assert "attention by tiles cannot do" in caplog.text
+    with pytest.raises(ConfigError, match=rf"attn_implementation=tiled cannot do what the {words} model"):
+        implementation_of(config, TILED, torch.float32)
+
+
+def test_dropout_is_refused_by_name() -> None:
+    config = FAMILIES["llama"]()
+    config.attention_dropout = 0.1
+    model = make_model(config)
+    set_attention(model, TILED)
+    with pytest.raises(ConfigError, match=r"tiled cannot do dropout in attention \(attention_dropout=0.1\)"):
+        attach_plainly(model)
 
 
 def test_kernels_come_before_tiles() -> None:
@@ -307,17 +317,3 @@ def test_of_another_rule_nothing_is_said(given: dict[str, Any]) -> None:
         made = make_mask(**rule(allow_is_causal_skip=False, **given))
         assert isinstance(made, Tensor)
         assert made.shape == (2, 1, 8, 8)
-
-
-def test_attention_is_kept_in_an_engine() -> None:
-    """One operation for each layer and micro-batch, whatever runs again."""
-    for activations, number in (("recompute", 2), ("keep_attention", 1), ("keep", 1)):
-        model = make_model(config_of("gemma2"))
-        set_attention(model, TILED)
-        engine = attach_plainly(model, activations=activations)
-        with Calls() as calls:
-            engine.forward_backward([batch_of("packed")])
-        engine.detach()
-        assert calls.forward == number * model.config.num_hidden_layers
-    assert is_attention(torch.ops.megatrain.tiled_attention.default)
-    assert told_of(torch.arange(8)[None])["max_length_q"] == 8
