@@ -170,17 +170,30 @@ def _told(begins: NDArray[np.bool_], *, is_padded: bool) -> dict[str, Any]:
         is_padded: Whether empty documents at the end fill up their number, and the longest length is rounded
             up to a quarter, a half or all of a row, so that compiled code sees few shapes and lengths.
     """
-    places = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+    places = places_of(begins, is_padded=is_padded).astype(np.int32)
     longest = int(np.diff(places).max())
     if is_padded:
-        number = max(_FEWEST_DOCUMENTS, begins.size // _TOKENS_PER_DOCUMENT)
-        while number < len(places) - 1:
-            number *= 2
-        places = np.pad(places, (0, number + 1 - len(places)), mode="edge")
         row = begins.shape[1]
         longest = next(part for part in (-(-row // 4), -(-row // 2), row) if part >= longest)
     starts = torch.from_numpy(places)
     return dict(zip(_ARGUMENTS, (starts, starts, longest, longest), strict=True))
+
+
+def places_of(begins: NDArray[np.bool_], *, is_padded: bool) -> NDArray[np.int64]:
+    """Return the places where documents begin, over all rows in one, and the end.
+
+    Args:
+        begins: (B, T), where documents begin.
+        is_padded: Whether empty documents at the end fill up their number, so that compiled code sees few
+            shapes.
+    """
+    places = np.append(np.flatnonzero(begins), begins.size)
+    if not is_padded:
+        return places
+    number = max(_FEWEST_DOCUMENTS, begins.size // _TOKENS_PER_DOCUMENT)
+    while number < len(places) - 1:
+        number *= 2
+    return np.pad(places, (0, number + 1 - len(places)), mode="edge")
 
 
 def told_of(positions: Tensor) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 
-from megatrain.model.documents.begins import packed_now
+from megatrain.model.documents.begins import packed_now, places_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Sight:
     window: int | None
     """The tokens that a token sees at most, itself among them; None: all before it."""
     starts: Tensor | None = field(default=None, repr=False)
-    """The places where documents begin, over all rows in one, and the end, (n,) int64 on the host; None: a
-    row is one document."""
+    """The places where documents begin, over all rows in one, and the end, several times so that compiled
+    code sees few lengths of it: (n,) int64, on the host. None: a row is one document."""
     present: Tensor | None = field(default=None, repr=False)
     """(B, S), which tokens are there; None: all of them."""
 
@@ -92,9 +92,8 @@ def _begins(rule: _Rule, num_rows: int, num_tokens: int) -> NDArray[np.bool_]:
 
 
 def _starts(begins: NDArray[np.bool_]) -> Tensor:
-    places = np.append(np.flatnonzero(begins), begins.size)
     with _disable_current_modes():  # a real tensor where others are fake
-        return torch.from_numpy(places)
+        return torch.from_numpy(places_of(begins, is_padded=True))
 
 
 def _read(rule: Callable[..., Any]) -> _Rule | None:
