@@ -140,6 +140,8 @@ def _parts(
     num_rows, num_heads, num_tokens, _ = query.shape
     num_key_heads, num_keys = key.shape[1:3]
     group = num_heads // num_key_heads
+    assert num_heads == group * num_key_heads, "heads of queries share heads of keys evenly"
+    assert scores.is_causal or scores.window is None, "windows reach back"
     for document in documents(num_rows, num_keys, starts):
         length = document.end - document.begin
         view = View(
@@ -190,7 +192,7 @@ def forward(
                 most = part.per_query(sinks.to(dtype), tile)
                 total = torch.ones_like(most)
             for keys in part.view.keys(tile):
-                weights, _ = scores.of(own, part.keys(key, keys))
+                weights = scores.of(own, part.keys(key, keys))[0]
                 part.hide(weights, tile, keys, _HIDDEN)
                 before, most = most, torch.maximum(most, weights.amax(-1, keepdim=True))
                 weights.sub_(most).exp_()

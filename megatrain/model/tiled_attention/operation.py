@@ -24,8 +24,11 @@ _PASSES = 10, 19
 """How often a forward and a backward read or write each score, which torch's operations do one by one."""
 _SOFTCAP_PASSES = 6, 9
 """How often beside that with a soft cap."""
-_BUFFERS = 2, 4
-"""Tiles of scores that are there at once."""
+_BUFFERS = 1, 2
+"""Tiles of scores that are there at once; a soft cap has one more."""
+_MASK_BYTES = 12
+"""Memory of the masks of a tile, which all heads share, for each of its pairs of tokens: places are in int64
+while one is made."""
 
 
 @torch.library.custom_op(_NAME, mutates_args=())
@@ -162,7 +165,9 @@ class Work:
         group = num_heads // key.shape[1]
         together = longest.heads_at_once(key.shape[1], group)
         buffers = _BUFFERS[is_backward] + (given["softcap"] is not None)
-        self.scratch_bytes = itemsize * together * group * longest.most_scores * buffers
+        side = min(longest.tile, longest.num_keys)
+        own = side * 3 * (size + value.shape[3])  # copies of a tile's queries, and their sums
+        of_keys = (longest.num_keys if is_backward else side) * (size + value.shape[3])
+        elements = group * (longest.most_scores * buffers + own) + of_keys
+        self.scratch_bytes = itemsize * together * elements + _MASK_BYTES * longest.most_scores
         """The memory that it takes for itself while it runs."""
-        if is_backward:
-            self.scratch_bytes += itemsize * together * longest.num_keys * (size + value.shape[3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from megatrain.model.profile.metering import Meter
 from megatrain.model.selective import is_attention
 from megatrain.model.tiled_attention import arithmetic, tiles
 from megatrain.model.tiled_attention.arithmetic import Scores
-from megatrain.model.tiled_attention.operation import attend
+from megatrain.model.tiled_attention.operation import Work, attend
 from megatrain.model.tiled_attention.tiles import View, documents
 from tests.reference import assert_same_bits
 
@@ -341,6 +342,40 @@ def test_its_work_is_counted_over_its_tiles(case: Case) -> None:
     passes = (10, 19) if case.softcap is None else (16, 28)
     assert (forward.attention_bytes, backward.attention_bytes) == tuple(4 * scores * n for n in passes)
     assert kept == 4 * 2 * TOKENS * case.heads * (case.value_size + 1), "its output and its log-sum-exp"
-    longest = max(length for row in case.lengths for length in row)
-    side = min(longest, 128) if case.window else longest
-    assert most - kept == 4 * case.heads * side**2 * (3 if case.softcap else 2)
+    given = {"query": query, "key": key, "value": value, "is_causal": True}
+    work = Work({**given, "window": case.window, "softcap": case.softcap}, starts, is_backward=False)
+    assert most - kept == work.scratch_bytes
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(heads=8, queries=1200, keys=1200), torch.float32),
+        (Case(heads=8, queries=1200, keys=1200, has_sinks=True, softcap=2.0), torch.bfloat16),
+        (Case(heads=8, of_keys=8, value_size=8, queries=1200, keys=1200, window=100), torch.float32),
+        (Case(heads=64, of_keys=8, size=8, value_size=8, queries=600, keys=600), torch.bfloat16),
+        (Case(is_packed=True), torch.float32),
+    ],
+    ids=str,
+)
+def test_the_memory_that_it_says_is_what_it_takes(case: Case, dtype: torch.dtype, is_backward: bool) -> None:
+    query, key, value, *rest = (each.detach() for each in case.inputs(dtype))
+    sinks, starts = rest[0] if rest else None, case.starts
+    places = None if starts is None else starts.tolist()
+    scores = Scores(case.size**-0.5, case.softcap, is_causal=True, window=case.window)
+    given = query, key, value, sinks, places, None
+    output, sums = arithmetic.forward(*given, scores)
+    gradient = torch.ones_like(output)
+    with Meter() as meter, torch.no_grad():
+        before = meter.settle()
+        found: Sequence[Tensor] = (
+            arithmetic.backward(*given, output, sums, gradient, scores)
+            if is_backward
+            else arithmetic.forward(*given, scores)
+        )
+        taken = meter.peak_bytes - before - meter.bytes_of(found)
+    named = {"query": query, "key": key, "value": value, "is_causal": True}
+    named |= {"window": case.window, "softcap": case.softcap}
+    said = Work(named, starts, is_backward=is_backward).scratch_bytes
+    assert taken <= said < 1.6 * taken
