@@ -182,6 +182,41 @@ def test_it_gives_what_eager_attention_gives(case: Case, small: int) -> None:
     assert last[0] < 1e-2
 
 
+def rounded_product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply as on CUDA: weights and their gradients are rounded to bf16 too, and sums are in fp32."""
+    assert torch.bfloat16 in (left.dtype, right.dtype)
+    return left.bfloat16().float() @ right.bfloat16().float()
+
+
+@pytest.mark.parametrize("case", [Case(), Case(has_sinks=True, softcap=4.0, window=50, is_packed=True)])
+def test_products_of_an_accelerator_are_near_enough(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They round weights to bf16, as flash attention does. Products themselves have never run there."""
+    with FakeTensorMode(), DispatchedTo() as operations:
+        narrow, wide = (torch.empty(2, 8, 8, device="cuda", dtype=d) for d in (torch.bfloat16, torch.float32))
+        made = [arithmetic.product(*pair) for pair in ((narrow, narrow), (wide, narrow), (wide, wide))]
+    assert {each.dtype for each in made} == {torch.float32}
+    assert operations.products == ["bmm.dtype", "bmm.dtype", "bmm.default"]
+    monkeypatch.setattr(arithmetic, "product", rounded_product)
+    found = differences(case, torch.bfloat16)
+    for ours, eager in found[:4]:
+        assert ours <= 1.05 * eager
+        assert ours < 4e-3
+
+
+class DispatchedTo(TorchDispatchMode):
+    """Notes the products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.bmm:
+            assert len({each.dtype for each in args[:2]}) == 1
+            self.products.append(f"bmm.{func._overloadname}")
+        return func(*args, **(kwargs or {}))
+
+
 def test_gradients_are_those_of_the_function_itself() -> None:
     case = Case(heads=2, of_keys=1, size=3, value_size=2, queries=20, keys=20, window=7, softcap=1.5)
     inputs = [each.detach().double().requires_grad_() for each in (*case.inputs(), torch.randn(2))]
