@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
@@ -31,6 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from megatrain.config.attention import BY_DOCUMENT, MOST_TOKENS, TILED, VARLEN
 from megatrain.errors import ConfigError
+from megatrain.model.kernels import spares_scores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -213,10 +213,7 @@ def _refuse_scores(
     if not groups_known:  # transformers repeats keys and values: here they take no memory
         key, value = (each[:, :1].expand(-1, query.shape[1], -1, -1) for each in (key, value))
     dropout, scale = given.get("dropout", 0.0), given.get("scaling")
-    chosen = torch._fused_sdp_choice(
-        query, key, value, None, dropout, True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    if chosen == SDPBackend.MATH.value:
+    if not spares_scores(query, key, value, dropout=dropout, scale=scale):
         cause = f"on {query.device.type} torch has no kernel that spares them"
         if dropout:
             raise refused(

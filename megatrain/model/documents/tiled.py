@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 from transformers.masking_utils import AttentionMaskInterface
@@ -21,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from megatrain.config.attention import TILED
 from megatrain.errors import ModelError
 from megatrain.model.documents.sight import Sight, sight_of
-from megatrain.model.kernels import is_accelerator_imitated
+from megatrain.model.kernels import is_accelerator_imitated, spares_scores
 from megatrain.model.tiled_attention import operation
 
 _TOKENS = 64
@@ -118,10 +117,7 @@ def _kernel_of(
             torch.empty(1, number, _TOKENS, size, device=device, dtype=dtype, requires_grad=wants)
             for number, size in ((heads[0], sizes[0]), (heads[1], sizes[0]), (heads[1], sizes[1]))
         )
-        choice = torch._fused_sdp_choice(
-            query, key, value, is_causal=True, enable_gqa=heads[0] != heads[1] and sizes[0] == sizes[1]
-        )
-    return bool(choice != SDPBackend.MATH.value)
+        return bool(spares_scores(query, key, value))
 
 
 # what torch._dynamo.assume_constant_result does, which would load the compiler
