@@ -26,6 +26,7 @@ from megatrain.model.documents.able import implementation_of, why_not_tiled
 from megatrain.model.documents.begins import Packed, documents, set_attention
 from megatrain.model.documents.sight import Sight, sight_of
 from megatrain.model.documents.tiled import make_mask
+from megatrain.model.profile.count import count_anatomy, count_sizes
 from tests.families import FAMILIES
 from tests.model.tiles.test_attention import Calls
 from tests.reference import attach_plainly, make_model
@@ -148,6 +149,34 @@ def test_tokens_are_generated_as_with_eager_attention(family: str) -> None:
         set_attention(model, name)
         found.append(model.generate(prompt, **given))
     assert torch.equal(*found)
+
+
+# -- counted ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("family", ABLE)
+def test_a_plan_refuses_no_length(family: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "MOST_TOKENS", 96)
+    shape: dict[str, Any] = {"micro_batch_size": 1, "seq_len": 97, "precision": "bf16"}
+    config = config_of(family)
+    assert count_anatomy(config, **shape, attn_implementation=TILED, is_packed=is_packed).seq_len == 97
+
+
+def test_packed_rows_are_counted_by_their_documents() -> None:
+    """Of gemma2: a window of 24 tokens in every other layer; several sizes at once are those of each."""
+    shape: dict[str, Any] = {"seq_len": 960, "precision": "bf16", "is_packed": True, "document_len": 96}
+    config = config_of("gemma2")
+    config.max_position_embeddings = 960
+    found = count_anatomy(config, micro_batch_size=2, **shape, attn_implementation=TILED)
+    heads, size = config.num_attention_heads, config.head_dim
+    assert found.layers[1].forward.attention_flops == 2 * 2 * size * heads * 20 * 96 * 96
+    each = count_sizes(config, sizes=[2, 3], **shape, attn_implementation=TILED)
+    assert [one.layers[1].forward.attention_flops for one in each] == [
+        number * found.layers[1].forward.attention_flops / 2 for number in (2, 3)
+    ]
+    assert each[0].layers[0].backward == found.layers[0].backward
 
 
 # -- where it is taken --------------------------------------------------------------------------------------
