@@ -1,5 +1,7 @@
 """Names of attention: megatrain's own, which makes no mask of packed rows, and some of transformers'."""
 
+TILED = "tiled"
+"""Attention of torch's own operations by tiles of queries and keys, where no kernel does it."""
 VARLEN = "varlen"
 """torch's variable-length flash attention, on accelerators."""
 BY_DOCUMENT = "sdpa_by_document"
@@ -9,3 +11,10 @@ FLEX = "flex_attention"
 WHERE_ABLE = "varlen_where_able"
 """`VARLEN` for models that it can compute, and what transformers chooses for others; no setting has
 this value."""
+TILED_WHERE_ABLE = "tiled_where_able"
+"""`TILED` in the place of `VARLEN` there."""
+EITHER_WHERE_ABLE = "varlen_or_tiled_where_able"
+"""`VARLEN` for models that it can compute, `TILED` for others that this can; no setting has this value."""
+
+MOST_TOKENS = 16_384
+"""A mask has at most as many entries as one of so many queries and keys."""

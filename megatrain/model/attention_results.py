@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend
 
 from megatrain.config.attention import BY_DOCUMENT, VARLEN
+from megatrain.model.kernels import spares_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,10 +70,6 @@ def why_none(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -
         torch.empty(1, heads, _TOKENS, each, device=device, dtype=dtype, requires_grad=True)
         for each in (size, of_values)
     )
-    try:
-        choice = torch._fused_sdp_choice(query, query, value, is_causal=True)
-    except RuntimeError:  # of a device that takes no part in the choice
-        return ""
-    if choice != SDPBackend.MATH.value:
+    if spares_scores(query, query, value) is not False:
         return ""
     return f"torch has no kernel for heads of {size} on {device.type} but its math path"

@@ -1,4 +1,4 @@
-"""Attention as an accelerator runs it, where the CPU has no kernel that spares the T x T matrix."""
+"""Which kernel torch attends by, and attention as an accelerator runs it where the CPU has no such kernel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
 
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -23,6 +24,27 @@ def accelerator_attention() -> Iterator[None]:
     # a function mode would do, but makes every operation several times slower
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend):
         yield
+
+
+def spares_scores(
+    query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, scale: float | None = None
+) -> bool | None:
+    """Whether torch's causal attention takes a kernel that makes no matrix of scores, by default.
+
+    None: it is a device that takes no part in this choice.
+    """
+    try:
+        choice = torch._fused_sdp_choice(
+            query, key, value, None, dropout, True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    except RuntimeError:
+        return None
+    return bool(choice != SDPBackend.MATH.value)
+
+
+def is_accelerator_imitated() -> bool:
+    """Whether attention is that of an accelerator here."""
+    return torch.nn.functional.scaled_dot_product_attention is _attend
 
 
 def _attend(

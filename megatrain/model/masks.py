@@ -22,21 +22,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from megatrain.config.attention import BY_DOCUMENT, VARLEN
+from megatrain.config.attention import BY_DOCUMENT, MOST_TOKENS, TILED, VARLEN
 from megatrain.errors import ConfigError
+from megatrain.model.kernels import spares_scores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-MOST_TOKENS = 16_384
-"""A mask has at most as many entries as one of so many queries and keys."""
 
 
 class LongAttentionError(Exception):
@@ -91,12 +88,17 @@ def refused(model: PreTrainedModel, queries: int, keys: int, cause: str, *ways: 
 
 
 def without_mask(model: PreTrainedModel) -> tuple[str, ...]:
-    """Name a kernel that knows windows, padding and packed rows by itself, if the model has it."""
+    """Name what knows windows, padding and packed rows by itself, if the model has it."""
     config = model.config.get_text_config()
-    if not getattr(model, "_supports_flash_attn", False) or getattr(config, "alibi", False):
+    if getattr(config, "alibi", False):
         return ()
-    known = getattr(model, "_compatible_flash_implementations", None) or ("flash_attention_2",)
-    return (f"model.attn_implementation={known[0]}, a package that needs none",)
+    ways = []
+    if getattr(model, "_supports_attention_backend", False) and config._attn_implementation != TILED:
+        ways.append(f"model.attn_implementation={TILED}, which needs none")
+    if getattr(model, "_supports_flash_attn", False):
+        known = getattr(model, "_compatible_flash_implementations", None) or ("flash_attention_2",)
+        ways.append(f"model.attn_implementation={known[0]}, a package that needs none")
+    return tuple(ways)
 
 
 # -- masks that transformers makes -----------------------------------------------------------------------
@@ -148,7 +150,9 @@ def _refusing(make: Callable[..., Any]) -> Callable[..., Any]:
     def mask(**given: Any) -> Any:
         model = _guarded(given.get("config"))
         if model is not None and is_long(given["q_length"], given["kv_length"]):
-            given["mask_function"] = partial(_refuse, model, given)
+            refuse: Any = partial(_refuse, model, given)
+            refuse.stands_for = given.get("mask_function", masking_utils.causal_mask_function)
+            given = {**given, "mask_function": refuse}
         return make(**given)
 
     mask.refuses_long = True  # type: ignore[attr-defined]
@@ -209,14 +213,11 @@ def _refuse_scores(
     if not groups_known:  # transformers repeats keys and values: here they take no memory
         key, value = (each[:, :1].expand(-1, query.shape[1], -1, -1) for each in (key, value))
     dropout, scale = given.get("dropout", 0.0), given.get("scaling")
-    chosen = torch._fused_sdp_choice(
-        query, key, value, None, dropout, True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    if chosen == SDPBackend.MATH.value:
+    if not spares_scores(query, key, value, dropout=dropout, scale=scale):
         cause = f"on {query.device.type} torch has no kernel that spares them"
         if dropout:
             raise refused(
                 model, queries, keys, f"{cause} with dropout of attention", "no dropout of attention"
             )
         sizes = f"{query.shape[-1]} and {value.shape[-1]} elements in {query.dtype}"
-        raise refused(model, queries, keys, f"{cause} for heads of {sizes}")
+        raise refused(model, queries, keys, f"{cause} for heads of {sizes}", *without_mask(model))

@@ -65,6 +65,7 @@ _ATTENTION = frozenset(
             )
         ),
         "torch_attn::_varlen_attn",
+        "megatrain::tiled_attention",
     )
 )
 _HIGHER_ORDER = frozenset(("flex_attention",))

@@ -1,21 +1,25 @@
-"""The attention of a run where no setting names one: variable-length attention where it can be."""
+"""The attention of a run where no setting names one: variable-length attention, or that by tiles."""
 
 from __future__ import annotations
 
 from megatrain.config import Config
-from megatrain.config.attention import WHERE_ABLE
+from megatrain.config.attention import EITHER_WHERE_ABLE, MOST_TOKENS, TILED_WHERE_ABLE, WHERE_ABLE
 
 
-def attention_of(config: Config, *, has_varlen: bool) -> str | None:
+def attention_of(config: Config, *, has_varlen: bool, seq_len: int | None = None) -> str | None:
     """Return the attention to ask for; None: what transformers chooses.
 
     Args:
         config: The settings, in which nothing is open.
         has_varlen: Whether the device has torch's variable-length attention.
+        seq_len: The tokens of a row; None: as the settings say.
     """
     if config.model.attn_implementation is not None:
         return config.model.attn_implementation
-    return WHERE_ABLE if why_masked(config, has_varlen=has_varlen) is None else None
+    is_long = (seq_len or config.data.seq_len) > MOST_TOKENS
+    if why_masked(config, has_varlen=has_varlen) is None:
+        return EITHER_WHERE_ABLE if is_long else WHERE_ABLE
+    return TILED_WHERE_ABLE if is_long else None
 
 
 def why_masked(config: Config, *, has_varlen: bool) -> str | None:

@@ -96,7 +96,8 @@ def test_a_sliding_window_may_have_a_mask_of_16k_tokens_and_not_of_one_more() ->
     assert message == (
         "the mistral model, with model.attn_implementation=sdpa, would make an attention mask or scores of "
         "16,385 x 16,385 tokens (its window of 4,096 tokens needs one), and none beyond 16,384 x 16,384 is "
-        "made; use model.attn_implementation=flash_attention_2, a package that needs none, or rows of at "
+        "made; use model.attn_implementation=tiled, which needs none, or model.attn_implementation="
+        "flash_attention_2, a package that needs none, or rows of at "
         "most 16,384 tokens (data.seq_len)"
     )
 

@@ -79,7 +79,8 @@ class ModelConfig(Section):
     few rows for them they get more, which begin as the mean of the others; with `lora.r` both are trained."""
     attn_implementation: Name | None = None
     """Attention by its transformers name, such as `sdpa` or `eager`; `varlen` (accelerators) and
-    `sdpa_by_document` (CPU) make no mask of packed rows. null = `varlen` on accelerators where it can be,
+    `sdpa_by_document` (CPU) make no mask of packed rows, and `tiled` makes none of any rows. null = `varlen`
+    on accelerators where it can be, `tiled` elsewhere for rows of more than 16,384 tokens where it can be,
     else transformers chooses."""
     rope_scaling: Annotated[dict[str, Any] | None, BeforeValidator(_rope_scaling), reads_as(KIND)] = None
     """Scaling of the rotary embeddings, for rows beyond the model's context, with transformers' parameters:

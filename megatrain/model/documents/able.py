@@ -1,18 +1,27 @@
-"""What torch's variable-length attention can do: for which models, and on which devices.
+"""What torch's variable-length attention, and attention by tiles, can do: which models, on which devices.
 
-Where it cannot, packed rows get a mask, as `sdpa` takes it. Whether a model attends within documents alone is
-not read from its code: a small one of its configuration has to give the logits that it gives with a mask.
+Where neither can, packed rows get a mask, as `sdpa` takes it. Whether a model attends within documents alone
+is not read from its code: a small one of its configuration has to give the logits that it gives with a mask.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.config.attention import BY_DOCUMENT, FLEX, VARLEN, WHERE_ABLE
+from megatrain.config.attention import (
+    BY_DOCUMENT,
+    EITHER_WHERE_ABLE,
+    FLEX,
+    TILED,
+    TILED_WHERE_ABLE,
+    VARLEN,
+    WHERE_ABLE,
+)
 from megatrain.errors import ConfigError, ModelError, first_line
 from megatrain.hardware.accelerators import vendor_of
 from megatrain.model.documents import varlen
@@ -35,6 +44,7 @@ _HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 """The names that configurations have for the sizes of heads."""
 _LEAST_CAPABILITY = (8, 0)
 """NVIDIA's compute capability from which torch has the kernel: Ampere."""
+_WHERE_ABLE = frozenset((WHERE_ABLE, TILED_WHERE_ABLE, EITHER_WHERE_ABLE))
 _KERNEL = "aten::_flash_attention_forward"
 _LENGTHS = ((5, 3), (2, 6))
 """The lengths of documents in the rows that a small model is tried with."""
@@ -60,15 +70,27 @@ def implementation_of(config: PretrainedConfig, asked: str | None, dtype: torch.
 
     Args:
         config: The model's configuration.
-        asked: The name of an implementation, `WHERE_ABLE` among them.
+        asked: The name of an implementation, `WHERE_ABLE` and its like among them.
         dtype: The dtype in which the model computes.
+
+    Raises:
+        ConfigError: Attention by tiles is asked for by name, and cannot do the model.
     """
-    if asked != WHERE_ABLE:
+    if asked == TILED:
+        require_tiles(config)
+    if asked not in _WHERE_ABLE:
         return asked
-    reason = why_not(config, dtype)
+    if asked != TILED_WHERE_ABLE:
+        reason = why_not(config, dtype)
+        if reason is None:
+            return VARLEN
+        if asked == WHERE_ABLE:
+            say_masked(reason)
+            return None
+    reason = why_not_tiled(config)
     if reason is None:
-        return VARLEN
-    say_masked(reason)
+        return TILED
+    _log.info("long rows are attended to as transformers chooses: attention by tiles cannot do %s", reason)
     return None
 
 
@@ -83,7 +105,7 @@ def counted_as(config: PretrainedConfig, asked: str | None, dtype: torch.dtype) 
     Raises:
         ConfigError: There is no such attention.
     """
-    if asked not in (None, WHERE_ABLE):
+    if asked is not None and asked not in _WHERE_ABLE:
         require_name(asked, "")
     if asked == FLEX:  # it keeps what varlen keeps, and makes no mask of every pair either
         return VARLEN if why_not(config, dtype) is None else "sdpa"
@@ -141,10 +163,7 @@ def why_not(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
         )
     if any(_has_two_sizes(layer) for layer in layers):
         return "keys and values of two sizes"
-    for name, value in text.to_dict().items():
-        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
-            return f"dropout in attention ({name}={value:g})"
-    return why_not_without_mask(config)
+    return dropout_of(config) or why_not_without_mask(config)
 
 
 def _has_two_sizes(layer: PretrainedConfig) -> bool:
@@ -153,8 +172,8 @@ def _has_two_sizes(layer: PretrainedConfig) -> bool:
     return bool(value_dim != getattr(layer, "qk_head_dim", value_dim))
 
 
-_FOUND: dict[str, str | None] = {}
-"""What was found of a configuration."""
+_FOUND: dict[tuple[str, str], str | None] = {}
+"""What was found of an attention and a configuration."""
 
 
 def why_not_without_mask(config: PretrainedConfig) -> str | None:
@@ -162,18 +181,50 @@ def why_not_without_mask(config: PretrainedConfig) -> str | None:
 
     A small model of the configuration is tried, once in a process.
     """
-    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _why_not_the_same(config, BY_DOCUMENT)
+
+
+def why_not_tiled(config: PretrainedConfig) -> str | None:
+    """Say what of a model attention by tiles cannot do; None: it can do it.
+
+    A small model of the configuration is tried, once in a process.
+    """
+    return dropout_of(config) or _why_not_the_same(config, TILED)
+
+
+def require_tiles(config: PretrainedConfig) -> None:
+    """Refuse attention by tiles that was asked for by name, where it cannot do a model.
+
+    Raises:
+        ConfigError: It cannot; the sentence says what to do.
+    """
+    reason = why_not_tiled(config)
+    if reason is not None:
+        raise ConfigError(f"model.attn_implementation={TILED} cannot do {reason}; use sdpa, or leave it out")
+
+
+def dropout_of(config: PretrainedConfig) -> str | None:
+    """Say which dropout a model has in attention; None: it has none."""
+    for name, value in config.get_text_config().to_dict().items():
+        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+            return f"dropout in attention ({name}={value:g})"
+    return None
+
+
+def _why_not_the_same(config: PretrainedConfig, attention: str) -> str | None:
+    """Say why a model does not give without a mask what it gives with one; None: it does."""
+    key = attention, json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _FOUND:
         name = config.get_text_config().model_type
         try:
-            is_same = try_small_model(config, _gives_the_same)
+            is_same = try_small_model(config, partial(_gives_the_same, attention))
             _FOUND[key] = None if is_same else f"what the {name} model does in its layers"
         except ModelError as error:
             _FOUND[key] = f"what the {name} model does in its layers ({first_line(error)})"
     return _FOUND[key]
 
 
-def _gives_the_same(model: PreTrainedModel) -> bool:
+def _gives_the_same(attention: str, model: PreTrainedModel) -> bool:
     """Whether packed rows have the same logits with a mask as without one."""
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in _LENGTHS])
     ids = torch.arange(positions.numel()).view(positions.shape) * 7 % 100 + 5
@@ -182,9 +233,10 @@ def _gives_the_same(model: PreTrainedModel) -> bool:
     with torch.no_grad():
         set_attention(model, "eager")
         expected = model(**given).logits
-        set_attention(model, BY_DOCUMENT)
+        set_attention(model, attention)
+        told = {} if attention == TILED else told_of(positions)
         with documents(packed):
-            logits = model(**given, **told_of(positions)).logits
+            logits = model(**given, **told).logits
     return torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
@@ -204,7 +256,7 @@ def has_varlen(device: torch.device) -> bool:
 
 
 def require_able(model: PreTrainedModel, device: torch.device, *, repeats: bool) -> None:
-    """Refuse variable-length attention that was asked for by name, where it cannot be.
+    """Refuse attention of ours that was asked for by name, where it cannot be.
 
     Args:
         model: The model, which may attend in another way.
@@ -217,6 +269,8 @@ def require_able(model: PreTrainedModel, device: torch.device, *, repeats: bool)
     name = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if name == FLEX:
         require_name(name, device.type)
+    if name == TILED:
+        require_tiles(model.config)
     if name == BY_DOCUMENT and device.type != "cpu":
         raise ConfigError(
             f"model.attn_implementation={BY_DOCUMENT} is for the CPU, and the device is {device.type}; use "

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from transformers import masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from megatrain.config.attention import BY_DOCUMENT, VARLEN
+from megatrain.config.attention import BY_DOCUMENT, TILED, VARLEN
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model.small import try_small_model
 
@@ -52,6 +52,8 @@ class Packed:
     """The shape of their positions, or mask: rows, tokens. Nothing is known of other shapes; None: of any."""
     is_full: bool | None = None
     """Whether a mask of padding leaves no token out; None: nobody has looked."""
+    positions: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    """The positions of rows that hold several documents; None: nobody has them on the host."""
 
 
 _now: ContextVar[Packed | None] = ContextVar("_now", default=None)
@@ -71,6 +73,11 @@ def packed_now() -> Packed | None:
 def is_ours(config: PretrainedConfig) -> bool:
     """Whether a model attends by a function of ours, which needs no mask for packed rows."""
     return getattr(config.get_text_config(), "_attn_implementation", None) in (VARLEN, BY_DOCUMENT)
+
+
+def is_tiled(config: PretrainedConfig) -> bool:
+    """Whether a model attends by tiles of queries and keys."""
+    return getattr(config.get_text_config(), "_attn_implementation", None) == TILED
 
 
 def read_documents(
@@ -117,11 +124,12 @@ def read_documents(
     if positions.ndim != 2 or is_told or not (flash or ours or positions.device.type == "cpu"):
         return None, told
     begins = _begins(positions)
-    is_packed = bool(begins[:, 1:].any())
+    is_packed, shape = bool(begins[:, 1:].any()), (begins.shape[0], begins.shape[1])
     if (flash or ours) and is_packed:
         require_told(config)
         told |= _told(begins, is_padded=ours)
-    return Packed(is_packed=is_packed, shape=(begins.shape[0], begins.shape[1])), told
+    own = positions.detach().cpu().numpy() if is_packed else None
+    return Packed(is_packed=is_packed, shape=shape, positions=own), told
 
 
 def require_one_row(positions: Tensor, part: int) -> None:
@@ -162,17 +170,30 @@ def _told(begins: NDArray[np.bool_], *, is_padded: bool) -> dict[str, Any]:
         is_padded: Whether empty documents at the end fill up their number, and the longest length is rounded
             up to a quarter, a half or all of a row, so that compiled code sees few shapes and lengths.
     """
-    places = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+    places = places_of(begins, is_padded=is_padded).astype(np.int32)
     longest = int(np.diff(places).max())
     if is_padded:
-        number = max(_FEWEST_DOCUMENTS, begins.size // _TOKENS_PER_DOCUMENT)
-        while number < len(places) - 1:
-            number *= 2
-        places = np.pad(places, (0, number + 1 - len(places)), mode="edge")
         row = begins.shape[1]
         longest = next(part for part in (-(-row // 4), -(-row // 2), row) if part >= longest)
     starts = torch.from_numpy(places)
     return dict(zip(_ARGUMENTS, (starts, starts, longest, longest), strict=True))
+
+
+def places_of(begins: NDArray[np.bool_], *, is_padded: bool) -> NDArray[np.int64]:
+    """Return the places where documents begin, over all rows in one, and the end.
+
+    Args:
+        begins: (B, T), where documents begin.
+        is_padded: Whether empty documents at the end fill up their number, so that compiled code sees few
+            shapes.
+    """
+    places = np.append(np.flatnonzero(begins), begins.size)
+    if not is_padded:
+        return places
+    number = max(_FEWEST_DOCUMENTS, begins.size // _TOKENS_PER_DOCUMENT)
+    while number < len(places) - 1:
+        number *= 2
+    return np.pad(places, (0, number + 1 - len(places)), mode="edge")
 
 
 def told_of(positions: Tensor) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 document after the other, for the CPU. Both are told where documents begin, as `begins` reads it on the host,
 and no mask is made for packed rows then, of sliding windows neither, if the model tells its layers of them.
 All other rows, and layers that need a mask for another reason (chunks, padding), go the way of `sdpa`, whose
-mask says all.
+mask says all; where rows are too long for a mask, that of attention by tiles.
 
 Sources: torch's `nn/attention/varlen.py`, of 2.11 and 2.13, whose signatures differ.
 """
@@ -25,7 +25,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from megatrain.config.attention import BY_DOCUMENT, VARLEN
 from megatrain.errors import ModelError
+from megatrain.model.documents import tiled
 from megatrain.model.documents.begins import packed_now, tells_windows
+from megatrain.model.documents.sight import Sight
+from megatrain.model.masks import is_long
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 """The arguments of attention functions that change scores, of which the ones here know nothing."""
@@ -36,7 +39,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Sight | None,
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Attend within documents, if there is no mask and it is told where they begin; else as `sdpa`.
@@ -55,6 +58,8 @@ def _attend(
     Raises:
         ModelError: The model wants something of attention without a mask that this one does not do.
     """
+    if isinstance(attention_mask, Sight):  # long rows, of which there is no mask
+        return tiled.attend(module, query, key, value, attention_mask, **given)
     starts = given.get("cu_seq_lens_q")
     if starts is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
@@ -152,8 +157,8 @@ def _has_windows(config: Any) -> bool:
     return is_able and tells_windows(config)
 
 
-def _mask(**given: Any) -> Tensor | None:
-    """Make the mask that `sdpa` gets, but none of packed rows that need it for nothing else."""
+def _mask(**given: Any) -> Tensor | Sight | None:
+    """Make the mask that `sdpa` gets, but none of packed rows alone, and of no long rows."""
     packed, local_size, length = packed_now(), given.get("local_size"), given["kv_length"]
     if (
         packed is not None
@@ -165,6 +170,8 @@ def _mask(**given: Any) -> Tensor | None:
         and (local_size is None or length <= local_size or _has_windows(given.get("config")))
     ):
         return None
+    if is_long(given["q_length"], length):
+        return tiled.make_mask(**given)
     mask: Tensor | None = masking_utils.sdpa_mask(**given)
     return mask
 

@@ -28,7 +28,7 @@ class Cost:
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
-    """Causal attention at half."""
+    """Causal attention at half; by tiles, all that they compute."""
     moved_bytes: float = 0.0
     """Device memory that all other operations read and write, each by itself."""
     num_operations: int = 0
@@ -37,6 +37,8 @@ class Cost:
     """`moved_bytes` where a compiler joins them: `model.profile.fusion`."""
     num_kernels: int = 0
     """`num_operations` there."""
+    attention_bytes: float = 0.0
+    """Device memory that attention by tiles of torch's own operations reads and writes: its scores."""
     swapped_bytes: float = 0.0
     """Bytes given to the ranks that share out the same rows; as many are received from them."""
 
@@ -52,6 +54,7 @@ class Cost:
             self,
             matmul_flops=0.0 if policy.keeps_products else self.matmul_flops,
             attention_flops=0.0 if policy.keeps_attention else self.attention_flops,
+            attention_bytes=0.0 if policy.keeps_attention else self.attention_bytes,
         )
 
     def __sub__(self, other: Cost) -> Cost:

@@ -25,7 +25,7 @@ from megatrain.layout import pools
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
 from megatrain.model.caches import with_own_caches
 from megatrain.model.profile.anatomy import CompiledKeep, Cost
-from megatrain.model.profile.metering import flops_of
+from megatrain.model.profile.metering import work_of
 from megatrain.model.profile.rows import Rows
 from megatrain.model.profile.tracing import FakeBlock, LayerCall
 from megatrain.model.selective import keep_from_budget
@@ -146,8 +146,8 @@ def _work(graph: GraphModule, rows: Rows) -> Cost:
         if node.op != "call_function" or not hasattr(node.target, "_overloadpacket"):
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-        matmul, attention, is_product = flops_of(node.target, args, kwargs, node.meta.get("val"), rows)
-        total += Cost(matmul_flops=matmul, attention_flops=attention)
+        work, is_product = work_of(node.target, args, kwargs, node.meta.get("val"), rows)
+        total += work
         if is_product:
             products.add(node)
             made = (_base(inner) for inner in node.all_input_nodes)

@@ -2,7 +2,7 @@
 
 A fake tensor has a shape, a dtype and a storage that is freed like any other, and no memory: so autograd,
 checkpoint and the model's own modules run as they are, and what they hold at a time is read off the storages.
-What an operation takes for itself inside its kernel is not seen.
+What an operation takes for itself inside its kernel is not seen, but for attention by tiles, which says it.
 
 Control flow that reads integers (positions, packed rows) goes on as in a real run: integers that depend on
 shapes alone are computed beside the fake ones.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from megatrain.model.profile.anatomy import Cost
 from megatrain.model.profile.fusion import Fusion, touched_bytes
 from megatrain.model.profile.pairs import TokenPairs
 from megatrain.model.profile.rows import Rows, is_more, most
+from megatrain.model.tiled_attention.operation import NAMESPACE, Work
 
 _SHADOW = "_megatrain_value"
 _SHADOW_ELEMENTS = 1 << 21
@@ -148,7 +150,16 @@ class Meter(TorchDispatchMode):
                 if self._pairs is not None:
                     self._pairs.check(made)
             self._follow(given, made)
+            tiled = _tiled_work(func, args, kwargs)
+            if tiled is not None:
+                self._take(tiled.scratch_bytes)
         return output
+
+    def _take(self, nbytes: int) -> None:
+        """Take note of memory that an operation has taken for itself while it ran."""
+        self._sweep()
+        self.peak_bytes = most(self.peak_bytes, self.live_bytes + nbytes)
+        self.young_peak_bytes = most(self.young_peak_bytes, self._young_bytes + nbytes)
 
     def _follow(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         before = {tensor.untyped_storage()._cdata for tensor in given}
@@ -187,7 +198,7 @@ class Meter(TorchDispatchMode):
         output: Any,
     ) -> None:
         moved: Any = 0.0
-        matmul, attention, is_own = flops_of(func, args, kwargs, output, self.rows)
+        work, is_own = work_of(func, args, kwargs, output, self.rows)
         if _is_attention(func) is not None:
             self.head_dim = max(self.head_dim, given[0].shape[-1])
             self.num_heads = max(self.num_heads, given[0].shape[1])
@@ -197,9 +208,8 @@ class Meter(TorchDispatchMode):
             moved = 1.0 * sum(self.rows.of(touched_bytes(tensor)) for tensor in (*given, *made))
         kernels = self._fusion.num_kernels
         fused = self._fusion.add(func, given, made, is_own=is_own)
-        self.cost = self.cost + Cost(
-            matmul_flops=matmul,
-            attention_flops=attention,
+        self.cost = self.cost + replace(
+            work,
             moved_bytes=moved,
             num_operations=1,
             fused_bytes=fused,
@@ -242,35 +252,56 @@ _MASKS = ("attn_mask", "attn_bias", "bias")
 """Arguments of attention kernels."""
 
 
+_OF_ATTENTION = ("scaled_dot_product", "_attention_", "flash_attn", "varlen_attn", "tiled_attention")
+"""Parts of names of operations."""
+
+
 @functools.cache
 def _is_attention(func: Any) -> bool | None:
     """Whether an operation is an attention's backward (True) or forward (False); None: it is none."""
     name = func._schema.name.lower()
-    if not any(part in name for part in ("scaled_dot_product", "_attention_", "flash_attn", "varlen_attn")):
+    if not any(part in name for part in _OF_ATTENTION):
         return None
     if "fused_sdp_choice" in name:
         return None
     return "backward" in name
 
 
-def flops_of(
+def work_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, rows: Rows
-) -> tuple[Any, Any, bool]:
-    """Return the FLOPs of an operation in matrix products and in attention, and whether it is one of these.
+) -> tuple[Cost, bool]:
+    """Return the work of an operation in matrix products and in attention, and whether it is one of these.
 
     Raises:
         LongAttentionError: The mask of attention is of a long row's length squared.
     """
-    flops = _attention_flops(func, args, kwargs)
-    if flops is not None:
-        number, share = flops
-        return 0.0, share * rows.of(number), True
+    tiled = _tiled_work(func, args, kwargs)
+    if tiled is not None:
+        flops, nbytes = (1.0 * rows.of(number) for number in (tiled.flops, tiled.moved_bytes))
+        return Cost(attention_flops=flops, attention_bytes=nbytes), True
+    counted = _attention_flops(func, args, kwargs)
+    if counted is not None:
+        number, share = counted
+        return Cost(attention_flops=share * rows.of(number)), True
     if func._overloadpacket is _aten._grouped_mm:
-        return 1.0 * rows.of(_grouped_flops(args[0], args[1], output)), 0.0, True
+        return Cost(matmul_flops=1.0 * rows.of(_grouped_flops(args[0], args[1], output))), True
     if func._overloadpacket in flop_registry:
         number = flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
-        return 1.0 * rows.of(number), 0.0, True
-    return 0.0, 0.0, False
+        return Cost(matmul_flops=1.0 * rows.of(number)), True
+    return Cost(), False
+
+
+def _tiled_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
+    """Return the work of attention by tiles; None: an operation is another one."""
+    if func.namespace != NAMESPACE or _is_attention(func) is None:
+        return None
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    given |= kwargs
+    starts = given["starts"]
+    known = None if starts is None else known_value(starts)
+    assert starts is None or known is not None, "where documents begin is a real tensor"
+    with torch._C._DisableTorchDispatch():  # places are read where other tensors are fake
+        return Work(given, known, is_backward=bool(_is_attention(func)))
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, float] | None:

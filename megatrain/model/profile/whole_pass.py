@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -269,11 +270,14 @@ class WholePassTracer:
                 batch |= {"position_ids": torch.zeros_like(ids), "use_cache": False}
             if is_packed and is_ours(self._model.config):
                 batch |= told_of_equal(num_tokens, document_len or seq_len)
+        positions = None
+        if is_packed and document_len is not None and not shares:
+            positions = np.tile(np.arange(seq_len) % document_len, (micro_batch_size, 1))
         meter.settle()
         self._stream_block()
         with (
             documents_known(),
-            documents(Packed(is_packed=is_packed)),  # fake positions say nothing
+            documents(Packed(is_packed=is_packed, positions=positions)),  # fake positions say nothing
             self._stubs(),
             self._end_of_decoder(),
             head.over(share := Share(num_tokens, num_tokens)),

@@ -34,6 +34,9 @@ from megatrain.model.tiles.calls import TiledCall, Uses, called
 from megatrain.model.tiles.kept import Store, Stored, Whole, store_in_use
 from megatrain.model.tiles.outputs import Giving, Noting, Recipe, Unread
 
+_SINKS = "s_aux"
+"""The argument of attention functions that has a sink for each head."""
+
 GROUPS = 4
 """Most groups of heads: products run again for each, and what a group needs is as much smaller."""
 
@@ -214,6 +217,8 @@ class _Core:
     """The number of groups of heads."""
     first: list[tuple[Tensor, Tensor, Tensor]]
     """Queries, keys and values of the first tile, until they are asked for."""
+    sinks: str | None = None
+    """The name of the module's parameter that has a sink for each head; None: it has none."""
 
 
 @dataclass(slots=True)
@@ -290,7 +295,12 @@ class _Run:
             return None
         if asked.more.get("dropout"):
             return None
-        flat, tree = tree_flatten((asked.mask, dict(asked.more)))
+        more = dict(asked.more)
+        sinks = more.pop(_SINKS, None)
+        of_sinks = next((leaf for leaf, own in self.module._parameters.items() if own is sinks), None)
+        if sinks is not None and (of_sinks is None or sinks.shape != asked.heads[0].shape[1:2]):
+            return None
+        flat, tree = tree_flatten((asked.mask, more))
         for n, leaf in enumerate(flat):
             if isinstance(leaf, Tensor):
                 if id(leaf) not in wholes or wholes[id(leaf)].requires_grad:
@@ -305,7 +315,7 @@ class _Run:
             return None
         most = GROUPS if self._given.length >= LEAST_IN_GROUPS else 1
         groups = next(n for n in range(most, 0, -1) if of_keys % n == 0)
-        return _Core(asked.function, mask, more, groups, [asked.heads])
+        return _Core(asked.function, mask, more, groups, [asked.heads], None if sinks is None else of_sinks)
 
 
 class _Call(TiledCall):
@@ -349,7 +359,7 @@ class _Call(TiledCall):
         save = Whole if self.store is None else self.store.save
         attended = _Attended(self._core, [], [], [])
         waiting = self._heads(hidden, range(self._core.groups))
-        while waiting:
+        for group in range(self._core.groups):
             heads = waiting.pop(0)
             noting = Noting()
             aside = nullcontext() if self.store is None else kept_by_none()
@@ -358,7 +368,7 @@ class _Call(TiledCall):
             with aside, noting, nothing, torch.set_grad_enabled(self.has_backward):
                 for each in heads:
                     each.requires_grad_(self.has_backward)
-                found = self._attend(heads).detach()
+                found = self._attend(heads, self._sinks(group)).detach()
             del heads, each
             recipe, tensors = Recipe.of(found, noting.outputs)
             attended.recipes.append(recipe)
@@ -382,21 +392,25 @@ class _Call(TiledCall):
             (heads,) = self._heads(hidden, range(group, group + 1))
             for each in heads:
                 each.requires_grad_()
+            sinks = self._sinks(group)
             results = [each.load() for each in attended.results.pop(0)]
             with Giving(recipe.outputs(attended.outputs.pop(0).load(), results)):
-                found = self._attend(heads)
-            of_heads.append(torch.autograd.grad(found, heads, of_attended.pop(0)))
-            del found, heads, each, results
+                found = self._attend(heads, sinks)
+            wanted = [*heads] if sinks is None or not sinks.requires_grad else [*heads, sinks]
+            gradients = torch.autograd.grad(found, wanted, of_attended.pop(0))
+            of_heads.append(gradients[: len(heads)])
+            self._add_sinks(leaves, group, gradients[len(heads) :])
+            del found, heads, each, results, gradients, wanted
         for tile in self.tiles(hidden):
             part = hidden.rows(tile).detach().contiguous().requires_grad_(self.wants_input)
             apart = Uses(part) if self.wants_input and self.uses > 1 else None
             with apart or nullcontext():
                 asked = self._run.asked(part, tile).heads
-            wanted = [n for n, each in enumerate(asked) if each.requires_grad]
-            gradients = [torch.cat([each[n][:, :, tile] for each in of_heads], dim=1) for n in wanted]
-            if wanted:
-                self.take([asked[n] for n in wanted], gradients, part, apart, leaves, tile)
-            del part, apart, asked, gradients
+            places = [n for n, each in enumerate(asked) if each.requires_grad]
+            of_tile = [torch.cat([each[n][:, :, tile] for each in of_heads], dim=1) for n in places]
+            if places:
+                self.take([asked[n] for n in places], of_tile, part, apart, leaves, tile)
+            del part, apart, asked, of_tile
 
     def _behind(
         self, hidden: Stored, gradient: Tensor, leaves: list[Tensor], attended: _Attended
@@ -421,11 +435,28 @@ class _Call(TiledCall):
             del part, whole, of_part, of_weights, own, room
         return found
 
-    def _attend(self, heads: Sequence[Tensor]) -> Tensor:
+    def _attend(self, heads: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
         """Return what attention returns for a group: (rows, tokens, heads, size)."""
         core = self._core
-        found: Tensor = core.function(self._run.module, *heads, core.mask, **core.more)[0]
+        more = core.more if sinks is None else {**core.more, _SINKS: sinks}
+        found: Tensor = core.function(self._run.module, *heads, core.mask, **more)[0]
         return found
+
+    def _sinks(self, group: int) -> Tensor | None:
+        """Return the sinks of a group's heads, apart from all others."""
+        if self._core.sinks is None:
+            return None
+        whole: Tensor = getattr(self._run.module, self._core.sinks)
+        return whole.detach().chunk(self._core.groups)[group].requires_grad_(whole.requires_grad)
+
+    def _add_sinks(self, leaves: list[Tensor], group: int, gradients: Sequence[Tensor]) -> None:
+        """Add the gradient of a group's sinks, if there is one, to that of all."""
+        for gradient in gradients:
+            assert self._core.sinks is not None
+            whole = getattr(self._run.module, self._core.sinks)
+            places = torch.zeros_like(whole)
+            places.chunk(self._core.groups)[group].copy_(gradient)
+            self.add([places if leaf is whole else None for leaf in leaves if leaf.requires_grad])
 
     def _heads(self, hidden: Tensor | Stored, groups: range) -> list[Sequence[Tensor]]:
         """Return queries, keys and values of whole rows, by group: (rows, heads, tokens, size)."""

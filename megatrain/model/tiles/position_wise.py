@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from megatrain.config.attention import TILED
 from megatrain.errors import ModelError, first_line
+from megatrain.model.documents.begins import is_tiled, set_attention
 from megatrain.model.experts.apart import are_experts
 from megatrain.model.experts.routes import routers_of
 from megatrain.model.small import SPECIAL_TOKENS, try_small_model
@@ -90,7 +93,7 @@ def parts_in_tiles(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[
         layers: Its decoder layers.
     """
     try:
-        kinds = try_small_model(model.config, _kinds)
+        kinds = try_small_model(model.config, partial(_kinds, is_tiled(model.config)))
     except ModelError:
         return {}
     parts: dict[nn.Module, Part] = {}
@@ -206,8 +209,10 @@ def _draws(module: nn.Module) -> bool:
     return any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules())
 
 
-def _kinds(model: PreTrainedModel) -> dict[_Kind, _Found]:
+def _kinds(by_tiles: bool, model: PreTrainedModel) -> dict[_Kind, _Found]:
     """Try the modules of every layer of a small model, and return what was found of their kinds."""
+    if by_tiles:
+        set_attention(model, TILED)
     model.train()  # dropout draws, and what draws is not position by position
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     calls: dict[nn.Module, list[_ModuleCall]] = {}

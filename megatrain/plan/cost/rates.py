@@ -97,7 +97,8 @@ class Rates:
     def _attention_s(self, cost: Cost, rates: Mapping[str, float]) -> float:
         if not cost.attention_flops:
             return 0.0
-        return cost.attention_flops / rates.get(f"{self.precision}:{self.head_dim}", rates[self.precision])
+        rate = rates.get(f"{self.precision}:{self.head_dim}", rates[self.precision])
+        return cost.attention_flops / rate + self.device_pass_s(cost.attention_bytes)
 
     def device_pass_s(self, nbytes: float) -> float:
         """Return the seconds in which the device reads or writes so many bytes of its own memory."""

@@ -207,8 +207,10 @@ def shape_of(
 ) -> dict[str, Any]:
     """Return the inputs of a count beside the model, as arguments of `count_anatomy`."""
     is_packed = (packing or config.data.packing) == "best_fit"
-    attention = attention_of(config, has_varlen=is_packed and device_type == "accelerator")
-    tile = tile_of(changes.get("seq_len", config.data.seq_len), config.batch.tile_tokens)
+    seq_len = changes.get("seq_len", config.data.seq_len)
+    has_varlen = is_packed and device_type == "accelerator"
+    attention = attention_of(config, has_varlen=has_varlen, seq_len=seq_len)
+    tile = tile_of(seq_len, config.batch.tile_tokens)
     return {
         "micro_batch_size": config.batch.micro_batch_size,
         "seq_len": config.data.seq_len,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.attention import TILED
 from megatrain.config.choice import AUTO
 from megatrain.config.decided import larger_step_settings, smaller_step_settings
 from megatrain.config.plan import Plan
@@ -175,7 +176,7 @@ def _notes(request: Request) -> list[str]:
         )
         if spec.has_accelerator:
             notes.append("published runs of models with experts were slower than their plans")
-    notes += rates_note(spec, anatomy.precision)
+    notes += [*_tiles_note(anatomy), *rates_note(spec, anatomy.precision)]
     if request.deterministic and spec.has_accelerator and anatomy.num_heads:
         notes.append(_deterministic_note(request))
     if request.optimizer.caveat:
@@ -197,6 +198,18 @@ def rates_note(spec: HardwareSpec, precision: str) -> list[str]:
     return [
         f"nobody has measured the rates of {spec.name}, and no published run backs them: they are vendors' "
         f"figures, or assumed; {measure}"
+    ]
+
+
+def _tiles_note(anatomy: Anatomy) -> list[str]:
+    """Return a note on layers whose attention goes by tiles of torch's own operations."""
+    moved = [layer.forward.attention_bytes for layer in anatomy.layers if layer.forward.attention_bytes]
+    if not moved:
+        return []
+    return [
+        f"attention of {len(moved)} of {counted(len(anatomy.layers), 'layer')} goes by tiles of torch's own "
+        f"operations ({TILED}), since no kernel is known to do it here: a layer's forward reads and writes "
+        f"{max(moved) / GIB:.2f} GiB of scores, tile by tile"
     ]
 
 

@@ -22,6 +22,7 @@ from megatrain.plan.cost.rates import Rates
 from megatrain.store.drives.places import room_of
 from megatrain.stream.lanes.devices import check_device, compute_device
 from megatrain.stream.machine import Measure, common_cpu, machine_of, matmul_peak_of_cpu
+from megatrain.train.attention import attention_of
 from megatrain.train.caller import Caller
 from megatrain.train.planning.counting import PlannedModel, device_type
 from megatrain.train.planning.lately import Lately
@@ -146,7 +147,7 @@ def _time(spec: HardwareSpec, anatomy: Anatomy, model_config: PretrainedConfig, 
         micro_batch_size=anatomy.micro_batch_size,
         seq_len=config.batch.seq_len,
         precision=config.train.precision,
-        attn_implementation=config.model.attn_implementation,
+        attn_implementation=attention_of(config, has_varlen=False),
         adaptation=config.adaptation,
         sequence=config.batch.sequence,
     )

@@ -126,6 +126,8 @@ ROWS: list[tuple[int, int, dict[str, Any]]] = [
     (4, 2, {"family": "qwen2", "kind": "packed", "lockstep": 2, "activations": "recompute_cheap"}),
     (4, 4, {"family": "gemma2", "kind": "padded", "activations": "keep", "fragments": True}),
     (2, 2, {"family": "deepseek_v3", "activations": "offload", "head_chunk_tokens": 5}),
+    (2, 2, {"family": "gemma2", "kind": "packed", "attention": "tiled"}),
+    (4, 4, {"family": "gemma3_text", "kind": "padded", "attention": "tiled"}),
 ]
 """Ranks, how many of them share out rows, and the rest: what `make test` runs."""
 
@@ -149,7 +151,7 @@ AXES = {
     "num_micro_batches": (2, 4),
     "fragments": (False, True),
     "boundaries": ("device", "host"),
-    "attention": (None, "eager"),
+    "attention": (None, "eager", "tiled"),
     "head_chunk_tokens": (None, 5),
 }
 FULL = [(*row.pop("ranks"), row) for row in pairwise_rows(AXES)]

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.config.attention import TILED
 from megatrain.config.policies import POLICY_NAMES
+from megatrain.model.documents.begins import set_attention
 from tests.expert_families import APART
 from tests.families import FAMILIES
 from tests.host_device.device import TYPE, register
@@ -33,13 +35,15 @@ twice in each layer's forward. Nothing of ours stands between."""
 
 
 def waits_of_a_step(
-    family: str, batches: list[Batch], fault: Any = None, **settings: Any
+    family: str, batches: list[Batch], fault: Any = None, attention: str | None = None, **settings: Any
 ) -> tuple[list[Wait], dict[str, int]]:
     """Take two steps; return what threads that launch waited for in the second, and all threads' counts.
 
     Experts run as by default, and in bf16: torch's grouped product of fp32 reads its offsets on the host.
     """
     model = make_model((APART if "expert_chunks" in settings else FAMILIES)[family]())
+    if attention is not None:
+        set_attention(model, attention)
     is_routed = "expert" in str(model.config)
     if fault is not None:
         model.get_submodule("model.layers.1.mlp").register_forward_hook(fault)
@@ -80,7 +84,7 @@ def test_a_step_waits_once_and_the_launching_thread_nowhere(family: str) -> None
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 def test_experts_in_chunks_wait_once_in_a_layer_of_each_micro_batch(family: str, activations: str) -> None:
     """For how many rows each chunk has, in the forward alone."""
-    settings = {"activations": activations, "expert_chunks": 4}
+    settings: dict[str, Any] = {"activations": activations, "expert_chunks": 4}
     found, _ = waits_of_a_step(family, make_batches(2), **settings)
     num_layers = 3 - (family == "glm4_moe")  # whose first layer is dense
     assert found == [Wait(what="event", place="megatrain/stream/lanes/accelerator.py read")] * 2 * num_layers
@@ -89,6 +93,21 @@ def test_experts_in_chunks_wait_once_in_a_layer_of_each_micro_batch(family: str,
 def packed(tokens: int = 16) -> list[Batch]:
     positions = torch.cat([torch.arange(5), torch.arange(tokens - 5)]).expand(2, -1)
     return [{**batch, "position_ids": positions} for batch in make_batches(2)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "batches",
+    [packed(), make_batches(2, padded=True), make_batches(2)],
+    ids=["packed rows", "padded rows", "whole rows"],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_attention_by_tiles_waits_for_nothing(family: str, batches: list[Batch]) -> None:
+    """Where documents begin is known on the host, and masks of padding are read on the device alone."""
+    found, counts = waits_of_a_step(family, batches, attention=TILED, activations="recompute")
+    assert found == []
+    assert counts["copy"] == 1
+    assert "item" not in counts
 
 
 @pytest.mark.sampled(2)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megatrain.config.attention import TILED
 from megatrain.config.policies import POLICIES
 from megatrain.model.selective import is_attention, keeping
 from megatrain.model.tiles.attention import GroupedAttention, groupable
@@ -118,18 +119,18 @@ def test_kernels_are_asked_for_a_log_sum_exp(monkeypatch: pytest.MonkeyPatch) ->
 class Hand(nn.Module):
     """Attention by hand, with what models of transformers do beside it."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, attention: str = "sdpa") -> None:
         super().__init__()
-        self.config = LlamaConfig(attn_implementation="sdpa")
+        self.config = LlamaConfig(attn_implementation=attention)
         self.kind, self.is_causal, self.num_key_value_groups = kind, True, 1
         self.qkv, self.out, self.gate = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
         self.sinks = nn.Parameter(torch.zeros(4))
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, **more: Any) -> Any:
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         heads = self.qkv(hidden_states).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
-        if self.kind == "sinks":
-            more["s_aux"] = self.sinks
+        if "sinks" in self.kind:
+            more["s_aux"] = self.sinks if self.kind == "sinks" else self.sinks * 2
         found, weights = attend(self, *heads, attention_mask, scaling=1.0, **more)
         if self.kind == "twice":
             found = found + attend(self, *heads, attention_mask, scaling=2.0, **more)[0]
@@ -143,12 +144,37 @@ class Hand(nn.Module):
         return output, weights
 
 
-@pytest.mark.parametrize("kind", ["plain", "gate", "sinks", "twice", "weights", "mixes"])
+@pytest.mark.parametrize("kind", ["plain", "gate", "sinks", "made sinks", "twice", "weights", "mixes"])
 def test_what_is_not_attention_alone_runs_whole(kind: str) -> None:
+    """Sinks of the module's own come apart by heads; others are not known to."""
     torch.manual_seed(0)
-    module = Hand(kind).train()
+    module = Hand(kind, TILED).train()
     standing = GroupedAttention(module, 3, module.forward)
-    assert groupable(standing, (torch.randn(2, 8, 8),), {}) is (kind == "plain")
+    assert groupable(standing, (torch.randn(2, 8, 8),), {}) is (kind in ("plain", "sinks"))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_each_group_has_the_sinks_of_its_heads(is_trained: bool) -> None:
+    torch.manual_seed(0)
+    module = Hand("sinks", TILED)
+    module.sinks.data = torch.randn(4)
+    module.sinks.requires_grad_(is_trained)
+    hidden, found = torch.randn(2, 8, 8, requires_grad=True), []
+    names = [name for name, each in module.named_parameters() if each.requires_grad and "gate" not in name]
+    trained = [module.get_parameter(name) for name in names]
+    for run in (module, GroupedAttention(module, 4, module.forward)):
+        output, _ = run(hidden)
+        gradients = torch.autograd.grad(output.square().sum(), [hidden, *trained])
+        found.append((output, *gradients))
+    for number, (one, other) in enumerate(zip(*found, strict=True)):
+        if number < 2:
+            assert_same_bits(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    if is_trained:
+        own, apart = (each[2 + names.index("sinks")] for each in found)
+        assert_same_bits(own, apart, "sinks")
+        assert own.abs().min() > 1e-4
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 4)])

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, PreTrainedModel
 
+from megatrain.config.attention import TILED
 from megatrain.config.tiles import tile_of
 from megatrain.model.blocks import find_blocks
+from megatrain.model.documents.begins import set_attention
+from megatrain.model.tiles.attention import GroupedAttention
 from megatrain.model.tiles.position_wise import parts_in_tiles, tile
 from megatrain.model.tiles.tiled import Tiled
 from tests.expert_families import APART
@@ -41,6 +44,36 @@ def run(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, 
     assert embedded.grad is not None
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), embedded.grad, grads
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral", "deepseek_v3", "llama"])
+def test_soft_caps_sinks_and_windows_pass_in_tiles_by_attention_of_tiles(
+    family: str, dtype: torch.dtype
+) -> None:
+    """What eager attention has alone otherwise; a window of 9 tokens is shorter than a tile."""
+    torch.manual_seed(0)
+    config = FAMILY[family]()
+    config.sliding_window = 9
+    model = make_model(config).to(dtype).train()
+    set_attention(model, TILED)
+    ids = torch.randint(3, 100, (2, 64))
+    loss, of_input, of_weights = run(model, ids)
+    undo = tile(model, layers_of(model), 24)
+    attention = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    assert all(isinstance(vars(each)["forward"], GroupedAttention) for each in attention)
+    found = run(model, ids)
+    undo()
+    assert_same_bits(found[0], loss, "loss")
+    assert_same_bits(found[1], of_input, "gradient of the input")
+    assert found[2].keys() == of_weights.keys()
+    for name, gradient in found[2].items():
+        most = 1e-6 if dtype is torch.float32 else 2**-6
+        difference = (gradient.float() - of_weights[name].float()).norm()
+        assert difference <= most * of_weights[name].float().norm(), name
+        if name.endswith("sinks"):
+            assert_same_bits(gradient, of_weights[name], name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -526,9 +526,14 @@ def test_rows_that_need_a_long_mask_are_refused_by_plan_and_by_train(
     )
     config.save_pretrained(tmp_path / "mistral")
     asked = ("--model", str(tmp_path / "mistral"), "--machine", "rtx-4090", "--seq-len", "16385")
-    code, out, err = plan(capsys, *asked)
+    found = plan_json(capsys, *asked)
+    assert "attention of 1 of 1 layer goes by tiles of torch's own operations (tiled)" in str(found["notes"])
+    shorter = plan_json(capsys, *asked[:-1], "16384")
+    assert "by tiles" not in str(shorter["notes"])
+    code, out, err = plan(capsys, *asked, "model.attn_implementation=sdpa")
     assert (code, out) == (2, "")
     assert "16,385 x 16,385 tokens (its window of 4,096 tokens needs one)" in err
+    assert "use model.attn_implementation=tiled, which needs none" in err
     assert err.strip().count("\n") == 0
     monkeypatch.setattr(masks, "MOST_TOKENS", 31)
     with pytest.raises(ConfigError, match=r"32 x 32 tokens \(eager attention always has one\)"):
