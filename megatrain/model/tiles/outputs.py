@@ -111,17 +111,18 @@ _shapes: dict[Any, _Like | None] = {}
 
 def _result_of(func: Any, given: Sequence[Any], tree: Any) -> _Like | None:
     """Return what an operation returns; None: several tensors, none of numbers, or it cannot be told."""
-    leaves = [
-        torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
-        if isinstance(leaf, _Like)
-        else leaf
-        for leaf in given
-    ]
-    args, kwargs = tree_unflatten(leaves, tree)
-    try:
-        result = func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError):
-        return None
+    with torch._C._DisableTorchDispatch():  # no mode is told of it: nothing is computed
+        leaves = [
+            torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+            if isinstance(leaf, _Like)
+            else leaf
+            for leaf in given
+        ]
+        args, kwargs = tree_unflatten(leaves, tree)
+        try:
+            result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return None
     return _Like.of(result) if isinstance(result, Tensor) and result.is_floating_point() else None
 
 
