@@ -54,7 +54,7 @@ parity: triton
 	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity
 
-# What takes long because its rows are: trained on the CPU, killed, and gone on with; a quarter of an hour on one idle core.
+# What takes long because its rows are: trained on the CPU, killed, and gone on with; about ten minutes on one idle core.
 soak: setup
 	$(BIN)/python -m pytest -q -m soak
 

@@ -170,7 +170,7 @@ def num_rows(run: Path) -> int:
 
 def usual_step_s(run: Path) -> float:
     """Return the median of the seconds of the steps that a run has noted."""
-    return median(json.loads(row)["seconds"] for row in (run / "metrics.jsonl").open())
+    return median(json.loads(row)["seconds"] for row in (run / "metrics.jsonl").read_text().splitlines())
 
 
 def wait_for_rows(child: int, run: Path, number: int) -> None:

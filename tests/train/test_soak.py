@@ -24,7 +24,8 @@ def test_a_row_of_131072_tokens_trains_through_kills_on_drives(tmp_path: Path) -
     inputs_of_layers = 2 * 131_072 * 64 * 4
     assert rows_of(tmp_path / "killed")[-1]["drive_written_bytes"] > 4 * inputs_of_layers
     for out in ("whole", "killed"):
-        notes = [list(map(int, line.split())) for line in (tmp_path / f"{out}-rss.txt").open()]
+        lines = (tmp_path / f"{out}-rss.txt").read_text().splitlines()
+        notes = [list(map(int, line.split())) for line in lines]
         for _, of_process in groupby(notes, key=lambda note: note[0]):
             _, *later = [rss for _, _, rss in of_process]  # the first step loads and allocates what stays
             assert not later or max(later) < 1.05 * later[0]
