@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # compiled once, not by each process that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test check lint docs pages models parity triton clean
+.PHONY: setup demo test check lint docs pages models parity soak triton clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ triton: setup
 parity: triton
 	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity
+
+# What takes long because its rows are: trained on the CPU, killed, and gone on with; about ten minutes on one idle core.
+soak: setup
+	$(BIN)/python -m pytest -q -m soak
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

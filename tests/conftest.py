@@ -49,8 +49,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
         for place, call in enumerate(rows):
             if place not in chosen:
                 call.marks.append(pytest.mark.parity.mark)
-    if metafunc.config.option.markexpr == "not parity":
-        calls = [call for call in metafunc._calls if all(mark.name != "parity" for mark in call.marks)]
+    if metafunc.config.option.markexpr == "not parity and not soak":
+        left_out = {"parity", "soak"}
+        calls = [call for call in metafunc._calls if left_out.isdisjoint(mark.name for mark in call.marks)]
         metafunc._calls = calls or metafunc._calls  # a test of parity alone is deselected as ever
 
 

@@ -30,8 +30,10 @@ SPENT = [0.0]
 """CPU seconds of the interpreter and of its forks, told with each answer: it ends after the last test."""
 
 
-def run_script(script: str, *arguments: str | Path, after: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a script in a fork, its arguments in `sys.argv`, as `python -c` would.
+def run_script(
+    script: str, *arguments: str | Path, after: str = "", limit_s: int = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fork, its arguments in `sys.argv`, as `python -c` would, and end it after a time.
 
     With `after`, in a fork of a fork that has imported this module, and stays for the next such script.
     """
@@ -41,7 +43,13 @@ def run_script(script: str, *arguments: str | Path, after: str = "") -> subproce
     with tempfile.TemporaryDirectory() as place:
         shown = [Path(place, name) for name in ("out", "err")]
         argv = ["-c", *map(str, arguments)]
-        request = {"script": script, "argv": argv, "shown": list(map(str, shown)), "after": after}
+        request = {
+            "script": script,
+            "argv": argv,
+            "shown": list(map(str, shown)),
+            "after": after,
+            "limit_s": limit_s,
+        }
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         code, SPENT[0] = json.loads(server.stdout.readline())
@@ -49,10 +57,10 @@ def run_script(script: str, *arguments: str | Path, after: str = "") -> subproce
     return subprocess.CompletedProcess(argv, code, out, err)
 
 
-def run_module(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run_module(name: str, *arguments: str | Path, limit_s: int = LIMIT_S) -> subprocess.CompletedProcess[str]:
     """Run a module in a fork, as `python -m` would."""
     script = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-    return run_script(script, *arguments)
+    return run_script(script, *arguments, limit_s=limit_s)
 
 
 @functools.cache
@@ -80,7 +88,7 @@ def _next_script(requests: Iterable[str], answers: IO[str]) -> dict[str, Any] | 
         if not module:
             child = os.fork()
             if child == 0:
-                signal.alarm(LIMIT_S)
+                signal.alarm(request["limit_s"])
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 for number, path in zip((1, 2), request["shown"], strict=True):
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)

@@ -1,11 +1,13 @@
 """Rows of 131,072 to 2,097,152 tokens, planned: which fit today, how fast they are, and what is full.
 
-    python -m benchmarks.plan.row_lengths [--out FILE]
+    python -m benchmarks.plan.row_lengths [--out FILE] [--page FILE]
 
 Nothing is measured: every figure is what `megatrain plan` finds for a machine file, in bf16 with fp32 masters
-and moments, clipped, in steps of one row. Each speed stands beside a ceiling, which no schedule is beyond:
-attention is computed once, the matrix products as often as the plan computes them, at the machine file's
-rates, and nothing else takes any time.
+and moments, clipped, in steps of one row. It passes in tiles of 4,096 tokens: rows of more than 131,072 do so
+by default, and those of 131,072 with `train.tile_tokens`. Each speed stands beside a ceiling, which no
+schedule is beyond: attention is computed once, the matrix products as often as the plan computes them, at the
+rates of the machine file, and nothing else takes any time. `--page docs/planning.md` puts the table into the
+page, in the place of the one that is there.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
 from megatrain.config.choice import AUTO
 from megatrain.config.plan import Plan
 from megatrain.config.policies import POLICIES
+from megatrain.config.tiles import TILE
 from megatrain.hardware import GIB, HardwareSpec, load_machine
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
@@ -96,7 +100,7 @@ def request(
 
 def cell(model: str, spec: HardwareSpec, length: int) -> Cell:
     """Plan a step of one row."""
-    asked = request(shapes()[model], spec, length)
+    asked = request(shapes()[model], spec, length, tile_tokens=TILE)
     plan = make_plan(asked)
     tier = fullest_tier(plan)
     need, limit = plan.tier_bytes(tier), plan.limits[tier]
@@ -148,15 +152,32 @@ def shown(cell: Cell) -> str:
     return f"{cell.tokens_per_s:,.0f} ({cell.tokens_per_s / cell.ceiling:.0%})"
 
 
+def with_table(page: str, lines: Sequence[str]) -> str:
+    """Return a page with this table in the place of the one with the same heads.
+
+    Raises:
+        ValueError: The page has no such table, or more than one.
+    """
+    before, found, behind = page.partition(f"{lines[0]}\n")
+    if not found or lines[0] in behind:
+        raise ValueError("the page is to have one table with these heads")
+    old = list(takewhile(lambda line: line.startswith("|"), behind.splitlines(keepends=True)))
+    return before + "\n".join(lines) + "\n" + behind[len("".join(old)) :]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, and write the figures where `--out` says."""
+    """Print the table, and write figures and table where `--out` and `--page` say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file of the figures")
+    parser.add_argument("--page", type=Path, help="page in Markdown with the table")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found = list(rows())
-    print("\n".join(table(found)))
+    lines = list(table(found))
+    print("\n".join(lines))
+    if options.page is not None:
+        options.page.write_text(with_table(options.page.read_text(encoding="utf-8"), lines), encoding="utf-8")
     if options.out is not None:
         body = {"benchmark": "row lengths", "rows": [asdict(one) for one in found]}
         options.out.write_text(json.dumps(body, indent=1) + "\n")

@@ -4,9 +4,9 @@
 
 Each row is predicted with its own settings, as `predict` does with shorter ones, and by FLOPs alone. Beside
 it is what `megatrain plan` says of the same model, length and step on that machine file: the speed, if it
-fits, with fp32 masters and moments, clipped; else the pool that does not fit. Rows of ours are planned whole,
-without the tiles that `train.tile_tokens` cuts them into by default. Nothing of ours was measured.
-The rate of attention is the one that the row itself implies, all else as planned.
+fits, with fp32 masters and moments, clipped; else the pool that does not fit. Rows of ours pass in the tiles
+that `train.tile_tokens` cuts such rows into by default, as those of ml_dataflow pass in chunks. Nothing of
+ours was measured. The rate of attention is the one that the row itself implies, all else as planned.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def ours(row: Row) -> Ours:
     with tempfile.TemporaryDirectory() as folder:
         shape = Path(folder) / "config.json"
         shape.write_text(config_of(row).to_json_string(use_diff=False))
-        whole = row.seq_len  # a tile that is not shorter than the row is none
-        plan = make_plan(request(shape, load_machine(row.machine), row.seq_len, tile_tokens=whole))
+        plan = make_plan(request(shape, load_machine(row.machine), row.seq_len))
     return Ours(
         fits=plan.fits,
         tokens_per_s=plan.tokens_per_s if plan.fits else None,
@@ -128,10 +127,12 @@ def summary(found: Sequence[Long]) -> Iterator[str]:
 
 def report(found: Sequence[Long]) -> Iterator[str]:
     """Yield the lines of the page: errors, rows, why ours do not fit, and where each row is from."""
-    yield from (*summary(found), "", *table(found), "", "Why ours do not fit:", "")
-    for one in found:
-        if not one.ours.fits:
-            yield f"- {_name(one.own.row)}: {one.ours.problem}"
+    yield from (*summary(found), "", *table(found))
+    missing = [one for one in found if not one.ours.fits]
+    if missing:
+        yield from ("", "Why ours do not fit:", "")
+    for one in missing:
+        yield f"- {_name(one.own.row)}: {one.ours.problem}"
     yield from ("", "Sources:", "")
     for one in found:
         yield f"- {_name(one.own.row)}: {one.own.row.source}"

@@ -85,6 +85,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "resident_layers": (0, 2, 4),
     "mirror_resident": (True, False),
     "gradients": ("host", "device"),
+    "tile_tokens": (None, 5),
 }
 """Ranks are on so many nodes; rounds are micro-batches of a step, and how many of them are in lockstep.
 No tiny block is as long as the real cut: a short one lets each rank have its share of every block."""

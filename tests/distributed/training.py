@@ -34,6 +34,7 @@ def train(
     reads: bool = True,
     commits: bool = False,
     gathers: bool = False,
+    tile_tokens: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a family, and return each step's loss, norm and digests of gradients and masters.
@@ -56,6 +57,7 @@ def train(
             gradients that wait on the device each rank has its share, which nobody reads.
         commits: Every step is committed on the drives.
         gathers: Each rank fetches a piece of the weights.
+        tile_tokens: The tokens of a tile of a row; None: rows pass whole.
         settings: Of `attach`.
     """
     if ranks is not None:
@@ -69,7 +71,13 @@ def train(
     if device == "ranks":
         is_thread = isinstance(ranks, ThreadRanks)
         device = RankLanes(ranks.turns, ranks.rank) if is_thread else "checked"
-    batch = StepBatch(micro_batch_size=2, seq_len=16, num_micro_batches=num_micro_batches, num_runs=num_runs)
+    batch = StepBatch(
+        micro_batch_size=2,
+        seq_len=16,
+        num_micro_batches=num_micro_batches,
+        num_runs=num_runs,
+        tile_tokens=tile_tokens,
+    )
     engine = attach_plainly(
         model, device=device, batch=batch, ranks=ranks, optimizer_state=state, updates=updates, **settings
     )

@@ -27,6 +27,7 @@ AT_LENGTH = (
     "test_ranks",
     "test_runs",
     "test_small_recipes",
+    "test_tiles",
     "test_unlocked",
     "test_waits",
     "is_trapped",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from typing import Any
 
 import torch
@@ -129,23 +128,24 @@ def _by_document(
     window: int | None = None,
 ) -> Tensor:
     """Attend within one document after the other, all (tokens, heads, D)."""
-    places, parts = starts.tolist(), []
-    for begin, end in itertools.pairwise(places):
-        if begin < end:
-            number, mask = end - begin, None
-            if window is not None and window < number:
-                mask = torch.ones(number, number, dtype=torch.bool).tril().triu(1 - window)
-            q, k, v = (each[None, begin:end].transpose(1, 2) for each in (query, key, value))
-            output = nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=key.shape[1] != query.shape[1],
-            )
-            parts.append(output[0].transpose(0, 1))
+    lengths = [number for number in starts.diff().tolist() if number]
+    parts = []
+    # one node of autograd for all documents: a slice of each would be as wide as the row in the backward
+    for apart in zip(*(each.split(lengths) for each in (query, key, value)), strict=True):
+        number, mask = len(apart[0]), None
+        if window is not None and window < number:
+            mask = torch.ones(number, number, dtype=torch.bool).tril().triu(1 - window)
+        q, k, v = (each[None].transpose(1, 2) for each in apart)
+        output = nn.functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        parts.append(output[0].transpose(0, 1))
     return torch.cat(parts)
 
 

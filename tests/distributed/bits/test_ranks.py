@@ -57,6 +57,17 @@ def test_any_number_of_ranks_gives_the_same_bits(
             assert told == alone, f"rank {rank} of {size} on {num_nodes} nodes"
 
 
+def test_any_number_of_ranks_gives_the_same_bits_of_rows_in_tiles(tmp_path: Path) -> None:
+    """Sums of tiles add up in fp32 to those of micro-batches, and these to those of ranks."""
+    settings: dict[str, Any] = {"family": "llama", "tile_tokens": 5, "gathers": True, "device": "emulated"}
+    settings |= {"precision": "bf16", "activations": "keep_attention"}
+    alone, whole = train(None, **settings), train(None, **settings | {"tile_tokens": None})
+    assert alone["losses"][0] == whole["losses"][0]
+    assert alone["gradients"][0] != whole["gradients"][0], "tiles round sums otherwise"
+    for told in run_ranks(tmp_path / "2", 2, train, num_nodes=2, **settings):
+        assert told == alone
+
+
 FAMILIES = ("llama", "llama_tied", "mixtral", "gpt2", "jamba", "gemma2", "deepseek_v3", "qwen3_next")
 ROWS = pairwise_rows({name: values for name, values in AXES.items() if name not in ("family", "ranks")})
 

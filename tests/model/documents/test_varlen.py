@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma3TextConfig,
     Llama4TextConfig,
@@ -318,6 +320,27 @@ def test_packed_rows_pass_in_tiles_that_cut_documents(calls: dict[str, int], nam
         torch.testing.assert_close(one.grad, other[1].grad, rtol=0, atol=1e-6, msg=at)
     groups = FAMILIES["llama"]().num_key_value_heads
     assert calls["forward"] == (groups * len(layers) if name == VARLEN else 0)
+
+
+def test_many_documents_go_back_in_one_piece(calls: dict[str, int]) -> None:
+    """A slice of each would have a gradient as wide as the row: 32 s of 1,024 documents in 524,288 tokens."""
+    model = make_model(FAMILIES["llama"]()).train()
+    set_attention(model, BY_DOCUMENT)
+    batch = batch_of([[4] * 40])
+    with documents(Packed(is_packed=True, shape=(1, TOKENS))):
+        loss = model(**batch, **told_of(batch["position_ids"]), use_cache=False).loss
+    names = Counter[str]()
+
+    class Named(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Named():
+        loss.backward()
+    layers = model.config.num_hidden_layers
+    assert names["_scaled_dot_product_flash_attention_for_cpu_backward"] == 40 * layers
+    assert names["slice_backward"] < 40
 
 
 @pytest.mark.parametrize("why", ["a torch without windows", "a model that does not tell"])

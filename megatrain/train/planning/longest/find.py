@@ -17,6 +17,7 @@ from megatrain.config.budgets import ALL
 from megatrain.config.choice import AUTO
 from megatrain.config.plan import Plan, Pool
 from megatrain.config.reading import set_keys
+from megatrain.config.tiles import LONGEST_WHOLE
 from megatrain.errors import CapacityError, ConfigError, ModelError
 from megatrain.hardware import HardwareSpec
 from megatrain.model.sequence.range import RowRange
@@ -100,7 +101,9 @@ def find_longest(
     rows = planned_model(raw, source=given["source"], hf_config=given.get("hf_config"), caller=caller).rows
     most = MOST if rows.rope_type or rows.longest is None else min(rows.longest, MOST)
     question = _Question(raw, machine, min(SHORTEST, most), asking)
-    lengths = search_lengths(question.fits, most=most)
+    tile_tokens = question.asked.request.batch.tile_tokens
+    longest_whole = LONGEST_WHOLE if tile_tokens is None else None
+    lengths = search_lengths(question.fits, most=most, longest_whole=longest_whole)
     if lengths.longest is None:
         assert lengths.too_long is not None
         request = question.request(lengths.too_long)

@@ -27,13 +27,28 @@ class Lengths:
     """The shortest one that does not fit; None: every length that may be fits."""
 
 
-def search_lengths(fits: Callable[[int], bool], *, most: int = MOST) -> Lengths:
+def search_lengths(
+    fits: Callable[[int], bool], *, most: int = MOST, longest_whole: int | None = None
+) -> Lengths:
     """Return the longest row that fits, to a sixteenth of the power of two below it.
 
     Args:
-        fits: A function that returns whether rows of so many tokens fit; if some do, shorter ones do too.
+        fits: A function that returns whether rows of so many tokens fit; if some do, shorter ones do too, but
+            for those of `longest_whole` and fewer.
         most: The largest length that may be.
+        longest_whole: The tokens up to which rows pass whole; longer ones take less memory, so that some may
+            fit where this one does not. None: all rows pass in the same way.
     """
+    found = _search(fits, most)
+    if longest_whole is None or found.too_long is None or not found.too_long <= longest_whole < most:
+        return found
+    if not fits(longest_whole + 1):
+        return found
+    in_tiles = _search(lambda length: fits(max(length, longest_whole + 1)), most)
+    return in_tiles if (in_tiles.longest or 0) > longest_whole else found
+
+
+def _search(fits: Callable[[int], bool], most: int) -> Lengths:
     power = min(START, 1 << (most.bit_length() - 1))
     if fits(power):
         while 2 * power <= most and fits(2 * power):

@@ -36,6 +36,25 @@ def test_a_model_s_own_limit_is_looked_at_as_it_is() -> None:
         assert (found.too_long - found.longest) * PARTS <= 1 << (found.longest.bit_length() - 1)
 
 
+def test_longer_rows_that_take_less_are_looked_at_where_shorter_ones_do_not_fit() -> None:
+    """Rows that pass in tiles, on a device that holds whole ones of `limit` tokens."""
+    drawn = random.Random(2)
+    for _ in range(500):
+        limit, in_tiles = round(2 ** drawn.uniform(8, 16.9)), round(2 ** drawn.uniform(8, 22))
+
+        def fits(n: int, limit: int = limit, in_tiles: int = in_tiles) -> bool:
+            return n <= (limit if n <= 1 << 17 else in_tiles)
+
+        found = search_lengths(fits, longest_whole=1 << 17)
+        if in_tiles < (1 << 17) * 17 // 16:  # the first look above
+            assert found == search_lengths(lambda n, limit=limit: n <= limit)  # type: ignore[misc]
+            continue
+        assert found.longest is not None
+        assert found.too_long is not None
+        assert 1 << 17 < found.longest <= in_tiles < found.too_long
+        assert (found.too_long - found.longest) * PARTS == 1 << (found.longest.bit_length() - 1)
+
+
 @pytest.mark.parametrize("most", [1, 64, 100, SHORTEST, 1000, MOST])
 def test_nothing_fits_or_everything(most: int) -> None:
     assert search_lengths(lambda _: True, most=most).longest == most
