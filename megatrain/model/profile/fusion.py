@@ -82,6 +82,10 @@ class Fusion:
         if not self._in_group:
             self._in_group = True
             self.num_kernels += 1
+        parts = {_key(tensor): tensor for tensor in given if self._is_small_part(tensor)}
+        written = sum(self._rows.of(tensor.untyped_storage().nbytes()) for tensor in parts.values())
+        for tensor in parts.values():  # no kernel makes a whole for a part
+            self._put(tensor)
         in_place = {_key(tensor) for tensor in given if isinstance(self._state(tensor), int)}
         sources = frozenset(pair for tensor in given for pair in self._sources(tensor))
         new = sources - self._read
@@ -92,7 +96,12 @@ class Fusion:
                 changed = changed + self._touched(tensor)
             else:
                 self._note(tensor, sources)
-        return changed + sum(self._rows.of(nbytes) for _, nbytes in new)
+        return written + changed + sum(self._rows.of(nbytes) for _, nbytes in new)
+
+    def _is_small_part(self, tensor: Tensor) -> bool:
+        """Whether an operation reads less than half of a tensor that no kernel has written yet."""
+        is_small = 2 * touched_bytes(tensor) < tensor.untyped_storage().nbytes()
+        return is_small and isinstance(self._state(tensor), frozenset)
 
     def write_all(self, tensors: Iterable[Tensor]) -> Any:
         """Put tensors into memory that are only made inside kernels so far; return the bytes written."""
