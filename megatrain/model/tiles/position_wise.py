@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -129,20 +129,23 @@ def stand_ins(
     parts = parts_in_tiles(model, layers)
     compile = compiled or (lambda _, inner: inner)
 
+    @cache
+    def own(module: nn.Module) -> Inner:
+        return compile(module, module.forward)
+
     def alone(module: nn.Module, uses: int) -> Inner:
         if parts[module].attends:
             return GroupedAttention(module, tokens, module.forward, uses=uses)
         if parts[module].is_last:
             # uncompiled: a graph for tiles and one for chunks of the head need not round a row alike
             return LastNorm(module, tokens, module.forward)
-        return Tiled(module, tokens, compile(module, module.forward), uses=uses)
+        return Tiled(module, tokens, own(module), uses=uses)
 
     def with_norm(module: nn.Module, norm: nn.Module) -> Inner:
         uses = parts[module].uses
         if parts[module].attends:
             return GroupedAttention(module, tokens, module.forward, uses=uses, before=norm)
-        inner = _chained(compile(norm, norm.forward), compile(module, module.forward))
-        return Tiled(module, tokens, inner, uses=uses, before=norm)
+        return Tiled(module, tokens, _chained(own(norm), own(module)), uses=uses, before=norm)
 
     for module, part in parts.items():
         if module in found:
