@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -60,3 +61,18 @@ class Autocast:
                 torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=self._cache)
             )
         return stack
+
+
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """Let autocast keep no cast of a weight: what runs without a graph would leave it to what runs with one.
+
+    Such a cast has no node, so that the weight would get no gradient; and it would stay on the device for as
+    long as the caller's autocast lasts.
+    """
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)

@@ -25,12 +25,13 @@ from transformers.utils import ModelOutput
 
 from megatrain.model.head.chunks import Chunks, HeadWeights
 from megatrain.model.head.decoded import Decoded, handed_on
-from megatrain.model.head.decoder import decoder_of, is_watched, without_hooks
+from megatrain.model.head.decoder import decoder_of, without_hooks
 from megatrain.model.head.form import Form, form_of, linear_of
 from megatrain.model.head.linear import LinearHead
 from megatrain.model.head.others import Others, leads_to
 from megatrain.model.shares import IGNORED, ByPosition, RowSums, Share, adds_router_loss
 from megatrain.model.tiles.last_norm import Handing, LastNorm, NormOfChunks, last_norm
+from megatrain.model.watched import is_watched
 
 _log = logging.getLogger(__name__)
 

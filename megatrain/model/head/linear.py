@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.hardware.accelerators import launching_on, why_no_kernel
-from megatrain.model.head.decoder import is_watched
 from megatrain.model.head.form import Form
 from megatrain.model.shares import IGNORED
+from megatrain.model.watched import is_watched
 
 _PIECE_NUMEL = 1 << 23
 """Logits that are in fp32 at a time where torch's operations compute: what they pass on stays in a cache."""

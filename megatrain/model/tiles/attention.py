@@ -15,24 +15,24 @@ Source: the memory-efficient order of StreamBP (Luo et al., 2025) and Untied Uly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from transformers import Cache, DynamicCache
-from transformers.modeling_utils import AttentionInterface
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain.errors import ModelError
 from megatrain.model.selective import kept_by_none
 from megatrain.model.sequence.attention import are_rows_shared
+from megatrain.model.tiles.asked import Asked, Given, Stopped, attended_by, stop, without_caches
 from megatrain.model.tiles.calls import TiledCall, Uses, called
 from megatrain.model.tiles.kept import Store, Stored, Whole, store_in_use
 from megatrain.model.tiles.outputs import Giving, Noting, Recipe, Unread
+from megatrain.model.watched import is_watched
 
 _SINKS = "s_aux"
 """The argument of attention functions that has a sink for each head."""
@@ -74,7 +74,7 @@ class GroupedAttention:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module of (rows, tokens, width)."""
-        given, hidden = _Given.of(*map(_without_caches, (args, kwargs)))
+        given, hidden = Given.of(*map(without_caches, (args, kwargs)))
         if given is None or given.length <= self.tokens:
             return self.whole(args, kwargs)
         run = _Run(self, given)
@@ -97,113 +97,20 @@ class GroupedAttention:
         """Run the module on whole rows."""
         if self._norm is None:
             return self.inner(*args, **kwargs)
-        given, hidden = _Given.of(args, kwargs, with_cache=True)
+        given, hidden = Given.of(args, kwargs, with_cache=True)
         if given is None:
             raise ModelError(f"{type(self.module).__name__} was called without a hidden state")
         return given.run(self.inner, self._norm(hidden))
 
-    def tile(self, given: _Given, part: Tensor) -> Any:
+    @property
+    def is_watched_inside(self) -> bool:
+        """Whether somebody has hooked a module inside, and sees all that it computes."""
+        inside = [each for each in self.module.modules() if each is not self.module]
+        return any(map(is_watched, inside))
+
+    def tile(self, given: Given, part: Tensor) -> Any:
         """Run the module on a tile."""
         return given.run(self.inner, part if self._norm is None else self._norm(part))
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """What a module is called with beside its hidden state, which nothing holds here."""
-
-    key: int | str
-    """The hidden state's place: it is the first tensor of the arguments."""
-    length: int
-    """Its tokens."""
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls, args: Sequence[Any], kwargs: Mapping[str, Any], *, with_cache: bool = False
-    ) -> tuple[_Given | None, Tensor]:
-        """Part the hidden state from the rest; None: there is none of (rows, tokens, width), or a cache."""
-        keys: list[int | str] = [*range(len(args)), *kwargs]
-        values = dict(zip(keys, [*args, *kwargs.values()], strict=True))
-        key = next((key for key, value in values.items() if isinstance(value, Tensor)), None)
-        has_cache = not with_cache and any(isinstance(value, Cache) for value in values.values())
-        hidden = torch.empty(0) if key is None else values[key]
-        if key is None or has_cache or hidden.dim() != 3 or not hidden.is_floating_point():
-            return None, hidden
-        rest = [None if n == key else value for n, value in enumerate(args)]
-        named = {name: None if name == key else value for name, value in kwargs.items()}
-        return cls(key, hidden.shape[1], rest, named), hidden
-
-    def run(self, inner: Callable[..., Any], hidden: Tensor) -> Any:
-        """Call a function with a hidden state."""
-        args = [hidden if n == self.key else value for n, value in enumerate(self.args)]
-        return inner(*args, **{k: hidden if k == self.key else value for k, value in self.kwargs.items()})
-
-    def tile(self, tile: slice) -> tuple[_Given, dict[int, Tensor]]:
-        """Return the same for some tokens, and the whole of every tensor that was cut, by its part's id."""
-        wholes: dict[int, Tensor] = {}
-
-        def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            part = value[:, tile] if value.dim() > 1 and value.shape[1] == self.length else value
-            wholes[id(part)] = value
-            return part
-
-        args, kwargs = tree_map(cut, (list(self.args), dict(self.kwargs)))
-        return _Given(self.key, self.length, args, kwargs), wholes
-
-
-def _without_caches(given: Any) -> Any:
-    """Leave caches out that a training forward fills and nobody reads: `with_own_caches`."""
-
-    def is_idle(value: Any) -> bool:
-        return type(value) is DynamicCache and torch.is_grad_enabled() and value.get_seq_length() == 0
-
-    return tree_map(lambda value: None if is_idle(value) else value, given)
-
-
-class _Stopped(BaseException):
-    """A module has come to its attention."""
-
-    def __init__(self, asked: _Asked) -> None:
-        super().__init__()
-        self.asked = asked
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A call of an attention function."""
-
-    function: Callable[..., Any]
-    heads: tuple[Tensor, Tensor, Tensor]
-    """Queries, keys and values: (rows, heads, tokens, size)."""
-    mask: Any
-    more: Mapping[str, Any]
-
-
-@contextmanager
-def _attended_by(attend: Callable[[_Asked], Any]) -> Iterator[None]:
-    """Let modules that ask for their attention function call another one."""
-    inner = AttentionInterface.get_interface
-
-    def get_interface(registry: AttentionInterface, name: str, default: Callable[..., Any]) -> Any:
-        function = inner(registry, name, default)
-
-        def called(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
-            return attend(_Asked(function, (query, key, value), mask, more))
-
-        return called
-
-    AttentionInterface.get_interface = get_interface
-    try:
-        yield
-    finally:
-        AttentionInterface.get_interface = inner
-
-
-def _stop(asked: _Asked) -> NoReturn:
-    raise _Stopped(asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,29 +161,41 @@ class _Attended:
 class _Run:
     """Runs one module with what it was called with."""
 
-    def __init__(self, attention: GroupedAttention, given: _Given) -> None:
+    def __init__(self, attention: GroupedAttention, given: Given) -> None:
         self.module, self.attention, self._given = attention.module, attention, given
 
-    def asked(self, part: Tensor, tile: slice) -> _Asked:
+    def asked(self, part: Tensor, tile: slice) -> Asked:
         """Return what a tile asks attention for."""
         given, _ = self._given.tile(tile)
         try:
-            with _attended_by(_stop):
+            with attended_by(stop):
                 self.attention.tile(given, part)
-        except _Stopped as stopped:
+        except Stopped as stopped:
             return stopped.asked
         raise AssertionError("a module that asks for attention in trials does not ask for it")
+
+    def behind(self, hidden: Stored, attended: Tensor, tile: slice) -> Any:
+        """Return the module's output for a tile, given what attention returned for it.
+
+        The hidden state is not read, unless somebody sees what the module computes of it.
+        """
+        if self.attention.is_watched_inside:
+            given, _ = self._given.tile(tile)
+            with attended_by(lambda _: (attended, None)):
+                return self.attention.tile(given, hidden.rows(tile).detach().contiguous())
+        shape = (*attended.shape[:2], *hidden.shape[2:])
+        return self.output(attended.new_empty(shape, dtype=hidden.dtype), attended, tile)
 
     def output(self, part: Tensor, attended: Tensor, tile: slice) -> Any:
         """Return the module's output for a tile, given what attention returned for it; `part` is not read."""
         given, _ = self._given.tile(tile)
         unread = Unread()
 
-        def attend(_: _Asked) -> Any:
+        def attend(_: Asked) -> Any:
             unread.end()
             return attended, None
 
-        with _attended_by(attend), unread:
+        with attended_by(attend), unread:
             return self.attention.tile(given, part)
 
     def core(self, hidden: Tensor) -> _Core | None:
@@ -287,9 +206,9 @@ class _Run:
         given, wholes = self._given.tile(tile)
         part = hidden[:, tile].detach().contiguous()
         try:
-            with _attended_by(_stop), kept_by_none(), torch.no_grad():
+            with attended_by(stop), kept_by_none(), torch.no_grad():
                 self.attention.tile(given, part)
-        except _Stopped as stopped:
+        except Stopped as stopped:
             asked = stopped.asked
         else:
             return None
@@ -342,8 +261,7 @@ class _Call(TiledCall):
             output: Tensor | None = None
             with kept_by_none():
                 for tile in self.tiles(hidden):
-                    nothing = hidden.new_empty((hidden.shape[0], tile.stop - tile.start, *hidden.shape[2:]))
-                    whole = self._run.output(nothing, attended.part(tile), tile)
+                    whole = self._run.behind(Whole(hidden), attended.part(tile), tile)
                     if output is None:
                         self.num_others = len(whole) - 1
                         output = whole[0].new_empty((*hidden.shape[:2], *whole[0].shape[2:]))
@@ -420,9 +338,7 @@ class _Call(TiledCall):
         trained = [leaf for leaf in leaves if leaf.requires_grad]
         for tile in self.tiles(hidden):
             part = attended.part(tile).requires_grad_()
-            rows, tokens = part.shape[:2]
-            nothing = gradient.new_empty((rows, tokens, *hidden.shape[2:]), dtype=hidden.dtype)
-            whole = self._run.output(nothing, part, tile)
+            whole = self._run.behind(hidden, part, tile)
             of_part, *of_weights = torch.autograd.grad(
                 whole[0],
                 [part, *trained],
@@ -489,15 +405,15 @@ def groupable(attention: GroupedAttention, args: Sequence[Any], kwargs: Mapping[
     """
     attended: list[Tensor] = []
 
-    def attend(asked: _Asked) -> Any:
+    def attend(asked: Asked) -> Any:
         output = asked.function(attention.module, *asked.heads, asked.mask, **asked.more)
         attended.append(output[0])
         return output
 
-    given, state = _Given.of(args, kwargs)
+    given, state = Given.of(args, kwargs)
     if given is None:
         return False
-    with _attended_by(attend):
+    with attended_by(attend):
         expected = given.run(attention.inner, state)
     if (
         len(attended) != 1

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from megatrain.model.places import Place, swapped
 from megatrain.model.tiles.kept import Stored, Whole, store_in_use
-from megatrain.model.torch_state import Autocast
+from megatrain.model.torch_state import Autocast, casting_anew
 
 Repeated: TypeAlias = Callable[[int], AbstractContextManager[object]]
 
@@ -44,7 +44,8 @@ def few_tiles(repeated: Repeated) -> Iterator[None]:
 def called(call: TiledCall, hidden: Tensor) -> Tensor:
     """Compute a call of (rows, tokens, ...), for autograd where something wants a gradient."""
     if not torch.is_grad_enabled() or not (hidden.requires_grad or any(call.wants)):
-        return call.compute(hidden)[0]
+        with casting_anew():
+            return call.compute(hidden)[0]
     call.has_backward = True
     store = store_in_use()
     call.source = None if store is None else store.source(hidden)
@@ -169,7 +170,7 @@ class TiledCall(ABC):
         takes_place = self.is_in_place and self.wants_input and gradient.dtype == hidden.dtype
         self._by_use = [gradient] if takes_place else [None] * self.uses
         found = [leaves[number] for number in self._numbers]
-        with swapped(self._places, found), torch.enable_grad(), self._autocast.again():
+        with swapped(self._places, found), torch.enable_grad(), self._autocast.again(), casting_anew():
             self.go_back(hidden, gradient, leaves, kept)
         totals, by_use = iter(self._sums), self._by_use
         self._sums, self._by_use = [], []
@@ -243,7 +244,8 @@ class _Compute(torch.autograd.Function):
         ctx.call = call
         hidden, call.hidden = call.hidden, None
         assert hidden is not None
-        found, kept = call.compute(hidden)
+        with casting_anew():
+            found, kept = call.compute(hidden)
         ctx.save_for_backward(*kept)
         return found
 

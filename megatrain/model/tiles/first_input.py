@@ -8,7 +8,8 @@ and never in other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ def _is_done(model: PreTrainedModel) -> bool:
             given = (*args, *kwargs.values())
             let_go(next(value for value in given if isinstance(value, Tensor) and value.is_floating_point()))
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    hooks = [layer.register_forward_hook(forget, with_kwargs=True) for layer in layers]
+    hooks = [layer.register_forward_hook(forget, with_kwargs=True) for layer in _layers(model)]
     try:
         found = _run(model)
     except Exception:  # each class fails in a way of its own without its embeddings
@@ -66,8 +66,35 @@ def _run(model: PreTrainedModel) -> list[Tensor]:
     """Return logits, and the gradients of all weights."""
     model.zero_grad(set_to_none=True)
     tokens = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS) % 40 + SPECIAL_TOKENS
-    # what is saved of the tensor is another tensor, of the same memory
-    with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+    with torch.enable_grad(), _saving_apart(_layers(model)):
         logits = model(input_ids=tokens, use_cache=False).logits
         logits.sum().backward()
     return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def _saving_apart(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let what layers save be another tensor, of the same memory, as it is where a layer runs again.
+
+    What is saved outside of them is the very tensor that is let go.
+    """
+    held = [(layer, layer.forward) for layer in layers]
+
+    def apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                return forward(*args, **kwargs)
+
+        return run
+
+    for layer, forward in held:
+        layer.__dict__["forward"] = apart(forward)
+    try:
+        yield
+    finally:
+        for layer, _ in held:
+            del layer.__dict__["forward"]

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +28,7 @@ from megatrain.model.experts.apart import are_experts
 from megatrain.model.experts.routes import routers_of
 from megatrain.model.small import SPECIAL_TOKENS, try_small_model
 from megatrain.model.tiles.attention import GroupedAttention, groupable
+from megatrain.model.tiles.joined import Either, Joined
 from megatrain.model.tiles.last_norm import LastNorm
 from megatrain.model.tiles.tiled import Tiled
 
@@ -125,26 +126,39 @@ def stand_ins(
             each passes by itself. It changes no bit.
     """
     found: dict[nn.Module, Inner] = {}
+    parts = parts_in_tiles(model, layers)
     compile = compiled or (lambda _, inner: inner)
-    for module, part in parts_in_tiles(model, layers).items():
+
+    @cache
+    def own(module: nn.Module) -> Inner:
+        return compile(module, module.forward)
+
+    def alone(module: nn.Module, uses: int) -> Inner:
+        if parts[module].attends:
+            return GroupedAttention(module, tokens, module.forward, uses=uses)
+        if parts[module].is_last:
+            # uncompiled: a graph for tiles and one for chunks of the head need not round a row alike
+            return LastNorm(module, tokens, module.forward)
+        return Tiled(module, tokens, own(module), uses=uses)
+
+    def with_norm(module: nn.Module, norm: nn.Module) -> Inner:
+        uses = parts[module].uses
+        if parts[module].attends:
+            return GroupedAttention(module, tokens, module.forward, uses=uses, before=norm)
+        return Tiled(module, tokens, _chained(own(norm), own(module)), uses=uses, before=norm)
+
+    for module, part in parts.items():
         if module in found:
             continue  # a norm that passes with another module
         before = part.before
-        if before is not None and (are_apart(before, module) or _draws(before)):
-            before = None
-        uses = part.uses if (before is None) == (part.before is None) else 1
-        if part.attends:
-            found[module] = GroupedAttention(module, tokens, module.forward, uses=uses, before=before)
-        elif part.is_last:
-            # uncompiled: a graph for tiles and one for chunks of the head need not round a row alike
-            found[module] = LastNorm(module, tokens, module.forward)
+        if before is None:
+            found[module] = alone(module, part.uses)
+        elif are_apart(before, module) or _draws(before):
+            found[module] = alone(module, 1)
         else:
-            inner = compile(module, module.forward)
-            if before is not None:
-                inner = _chained(compile(before, before.forward), inner)
-            found[module] = Tiled(module, tokens, inner, uses=uses, before=before)
-        if before is not None:
-            found[before] = _passed_on
+            joined = Joined(before, module)
+            found[module] = Either(joined, with_norm(module, before), alone(module, 1))
+            found[before] = Either(joined, _passed_on, alone(before, parts[before].uses))
     return found
 
 

@@ -215,3 +215,32 @@ def test_a_model_in_tiles_generates_as_before() -> None:
         assert torch.equal(model.generate(prompt, **settings), expected)
         logits = model(prompt).logits
     assert torch.equal(logits.argmax(-1), model(prompt).logits.argmax(-1))
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["backward outside", "backward inside"])
+def test_autocast_has_the_gradients_of_whole_rows(within: bool) -> None:
+    """Autocast keeps casts of weights; one made without a graph, or where nobody reads it, would be found."""
+    found = []
+    for is_tiled in (False, True):
+        model = make_model(FAMILY["llama"]()).train()
+        undo = tile(model, layers_of(model), 8) if is_tiled else lambda: None
+        ids = torch.randint(3, 90, (2, 32), generator=torch.Generator().manual_seed(0))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            # a row of one tile runs whole, with the weights of the longer one
+            loss = loss + model(ids[:, :8], labels=ids[:, :8], use_cache=False).loss
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+        undo()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((loss.detach(), gradients))
+    (expected, of_whole), (loss, of_tiles) = found
+    assert_same_bits(loss, expected, "loss")
+    for name, gradient in of_tiles.items():
+        whole = of_whole[name]
+        assert gradient is not None, name
+        assert whole is not None
+        difference = float((gradient - whole).norm() / whole.norm())
+        assert difference <= (0 if "embed" in name else 1e-2), name

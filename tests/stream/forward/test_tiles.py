@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.model.blocks import find_blocks
 from megatrain.model.tiles import attention
@@ -12,7 +13,8 @@ from megatrain.model.tiles.position_wise import tile
 from tests.expert_families import APART
 from tests.families import FAMILIES
 from tests.products import pairwise_rows
-from tests.stream.runs import add_adapters, assert_same_steps, start
+from tests.reference import make_batches
+from tests.stream.runs import add_adapters, assert_same_round, assert_same_steps, start
 from tests.tiles import note_calls
 
 TILE = 7
@@ -84,6 +86,17 @@ def test_adapters_in_tiles() -> None:
         "llama", prepare=add_adapters, num_micro_batches=2, lockstep=2
     )
     assert_same_steps(engine, optimizer, reference, steps=2, num_micro_batches=2)
+    engine.detach()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep_attention"])
+def test_tiles_under_autocast(activations: str) -> None:
+    _, reference, engine, _ = start_in_tiles("llama", activations=activations, boundaries="host")
+    engine.arrangement.offloaded._min_bytes = 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same_round(engine, reference, make_batches(1))
+    assert all(gradient.isfinite().all() for _, gradient in engine.named_gradients())
+    engine.zero_grad()
     engine.detach()
 
 
