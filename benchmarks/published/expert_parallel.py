@@ -15,7 +15,8 @@ from dataclasses import fields, replace
 from math import comb
 
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
+from megatrain.model.profile.anatomy import Anatomy, Layer
+from megatrain.model.profile.cost import Cost
 
 
 def expert_params(anatomy: Anatomy, num_experts: int, top_k: int) -> float:

@@ -8,7 +8,8 @@ from megatrain.config.optimizers.optimizer import num_scales
 from megatrain.config.policies import POLICIES
 from megatrain.hardware import Drives, HardwareSpec, MemoryNode
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Anatomy, Cost, Fragment, Layer
+from megatrain.model.profile.anatomy import Anatomy, Fragment, Layer
+from megatrain.model.profile.cost import Cost
 
 _ALIGNED = 64
 

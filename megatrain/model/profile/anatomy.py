@@ -7,71 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from megatrain.config.choice import Choice
 from megatrain.config.policies import KEEP, OFFLOAD, POLICIES, Policy
 from megatrain.layout.block_bytes import BlockBytes
 from megatrain.layout.expert_chunks import chunk_ranges
+from megatrain.model.profile.cost import Cost
 
 IDS_BYTES = 16
 """The bytes of a token's id and label on the device."""
 POSITION_BYTES = 8
 """The bytes of a token's position, which rows that are packed or shared out bring with them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """Work of one pass of one micro-batch."""
-
-    matmul_flops: float = 0.0
-    attention_flops: float = 0.0
-    """Causal attention at half; by tiles, all that they compute."""
-    moved_bytes: float = 0.0
-    """Device memory that all other operations read and write, each by itself."""
-    num_operations: int = 0
-    """Kernels launched, each operation by itself."""
-    fused_bytes: float = 0.0
-    """`moved_bytes` where a compiler joins them: `model.profile.fusion`."""
-    num_kernels: int = 0
-    """`num_operations` there."""
-    attention_bytes: float = 0.0
-    """Device memory that attention by tiles of torch's own operations reads and writes: its scores."""
-    swapped_bytes: float = 0.0
-    """Bytes given to the ranks that share out the same rows; as many are received from them."""
-
-    def __add__(self, other: Cost) -> Cost:
-        """Return the work of both."""
-        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS})
-
-    def again(self, policy: Policy) -> Cost:
-        """Return what of this work, a layer's forward, runs again under an activation policy."""
-        if not policy.reruns:
-            return Cost()
-        return replace(
-            self,
-            matmul_flops=0.0 if policy.keeps_products else self.matmul_flops,
-            attention_flops=0.0 if policy.keeps_attention else self.attention_flops,
-            attention_bytes=0.0 if policy.keeps_attention else self.attention_bytes,
-        )
-
-    def __sub__(self, other: Cost) -> Cost:
-        """Return the work of this one that the other, a part of it, does not hold."""
-        return Cost(**{name: getattr(self, name) - getattr(other, name) for name in _NUMBERS})
-
-    def scaled(self, factor: Any) -> Cost:
-        """Return this work that many times; a number for each of several sizes gives as many."""
-        scaled = {name: getattr(self, name) * factor for name in _NUMBERS}
-        return Cost(**scaled | {name: _whole(scaled[name]) for name in ("num_operations", "num_kernels")})
-
-
-_NUMBERS = tuple(field.name for field in fields(Cost))
-
-
-def _whole(number: Any) -> Any:
-    return round(number) if isinstance(number, int | float) else number.round()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +34,7 @@ class Fragment:
     sizes: BlockBytes
     largest_run: int = 0
     """State elements that AdamW updates in one go, at most: neighbours that all decay, or all do not."""
-    forward: Cost = Cost()
+    forward: Cost = field(default_factory=Cost)
     may_stream: bool = False
     """Whether its module's own forward alone looks the parameters of this outer block up."""
     is_behind: bool = False
@@ -207,7 +155,7 @@ class Layer:
     """Most bytes at a time of a forward of which nothing stays: what makes a dropped boundary again."""
     compiled: tuple[CompiledKeep, ...] = ()
     """What stays of it where it is compiled, by budget; empty: that is not counted, or not known."""
-    again: Cost = Cost()
+    again: Cost = field(default_factory=Cost)
     """What its compiled backward computes again of the forward, whatever the policy."""
     experts: ExpertsPart | None = None
     """Its experts, if they may come apart; of a layer in which they have, None."""

@@ -21,15 +21,8 @@ from typing import Any
 from megatrain.errors import OutputError
 from megatrain.files import write_bytes_durably
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import (
-    Anatomy,
-    CompiledKeep,
-    Cost,
-    ExpertsPart,
-    Fragment,
-    LateBytes,
-    Layer,
-)
+from megatrain.model.profile.anatomy import Anatomy, CompiledKeep, ExpertsPart, Fragment, LateBytes, Layer
+from megatrain.model.profile.cost import Cost
 from megatrain.versions import versions_of
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from megatrain.config.budgets import ALL, BUDGETS
 from megatrain.layout import pools
 from megatrain.layout.host_buffers import LEAST_OFFLOADED_BYTES
 from megatrain.model.caches import with_own_caches
-from megatrain.model.profile.anatomy import CompiledKeep, Cost
+from megatrain.model.profile.anatomy import CompiledKeep
+from megatrain.model.profile.cost import Cost
 from megatrain.model.profile.metering import work_of
 from megatrain.model.profile.rows import Rows
 from megatrain.model.profile.tracing import FakeBlock, LayerCall

@@ -24,7 +24,8 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.model.expert_numbers import experts_of
 from megatrain.model.experts.routes import COUNT_BYTES, routers_of
 from megatrain.model.head.head import chunk_tokens_of
-from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy, Cost
+from megatrain.model.profile.anatomy import IDS_BYTES, POSITION_BYTES, Anatomy
+from megatrain.model.profile.cost import Cost
 from megatrain.model.profile.counter import Counter
 from megatrain.model.profile.flops import (
     ALL_EXPERTS,

@@ -39,8 +39,9 @@ from megatrain.model.head.head import chunk_tokens_of
 from megatrain.model.kernels import accelerator_attention
 from megatrain.model.layouts import lay_out_blocks
 from megatrain.model.masks import LongAttentionError, is_long, long_masks_refused, refused, without_mask
-from megatrain.model.profile.anatomy import Cost, Fragment, LateBytes, Layer
+from megatrain.model.profile.anatomy import Fragment, LateBytes, Layer
 from megatrain.model.profile.compiled import MOST_OPERATIONS, count_compiled
+from megatrain.model.profile.cost import Cost
 from megatrain.model.profile.experts import experts_apart, experts_left_out
 from megatrain.model.profile.fragments import fragment, kind_of_fragment, largest_run
 from megatrain.model.profile.metering import Meter

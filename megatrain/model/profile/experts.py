@@ -19,7 +19,8 @@ from megatrain.model.experts.apart import Experts, experts_of
 from megatrain.model.experts.products import Routed, beside_of
 from megatrain.model.experts.whole import why_whole
 from megatrain.model.layouts import lay_out_blocks
-from megatrain.model.profile.anatomy import Cost, ExpertsPart, Fragment, Layer
+from megatrain.model.profile.anatomy import ExpertsPart, Fragment, Layer
+from megatrain.model.profile.cost import Cost
 from megatrain.model.profile.fragments import fragment
 
 if TYPE_CHECKING:

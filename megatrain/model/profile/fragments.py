@@ -9,7 +9,8 @@ import torch
 from megatrain.layout.block_bytes import aligned
 from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block
-from megatrain.model.profile.anatomy import Cost, Fragment
+from megatrain.model.profile.anatomy import Fragment
+from megatrain.model.profile.cost import Cost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatrain.model.masks import check_pairs
-from megatrain.model.profile.anatomy import Cost
+from megatrain.model.profile.cost import Cost
 from megatrain.model.profile.fusion import Fusion, touched_bytes
 from megatrain.model.profile.pairs import TokenPairs
 from megatrain.model.profile.rows import Rows, is_more, most

@@ -24,7 +24,8 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.model.blocks import Block
 from megatrain.model.caches import with_own_caches
 from megatrain.model.experts.routes import Routes, routers_of, watched
-from megatrain.model.profile.anatomy import CompiledKeep, Cost
+from megatrain.model.profile.anatomy import CompiledKeep
+from megatrain.model.profile.cost import Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
 from megatrain.model.profile.saved import SavedTensors, may_wait

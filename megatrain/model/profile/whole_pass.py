@@ -22,7 +22,7 @@ from megatrain.model.head.decoded import Decoded
 from megatrain.model.head.decoder import decoder_of
 from megatrain.model.head.head import Head
 from megatrain.model.head.linear import LinearHead
-from megatrain.model.profile.anatomy import Cost
+from megatrain.model.profile.cost import Cost
 from megatrain.model.profile.metering import Meter
 from megatrain.model.profile.rows import most
 from megatrain.model.profile.tracing import FakeBlock, LayerCall, Trace

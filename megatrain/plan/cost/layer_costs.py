@@ -9,7 +9,8 @@ from functools import cached_property
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.policies import POLICIES, Policy
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Anatomy, Cost, Layer
+from megatrain.model.profile.anatomy import Anatomy, Layer
+from megatrain.model.profile.cost import Cost
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.memory.block_sums import BlockSums, share_of
 from megatrain.plan.memory.layer_runs import LayerRun, layer_runs

@@ -9,7 +9,7 @@ from megatrain.config.optimizers.optimizer import SCALE_NUMEL, Optimizer
 from megatrain.config.optimizers.registry import DEFAULT, OTHERS
 from megatrain.hardware import Drives, HardwareSpec
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Cost
+from megatrain.model.profile.cost import Cost
 
 UPDATE_BYTES = 26
 """Host memory that AdamW reads (14) and writes (12) per parameter of a split master with fp32 moments: what

@@ -10,7 +10,7 @@ from megatrain.config.optimizers import adamw
 from megatrain.config.optimizers.registry import find
 from megatrain.config.policies import RECOMPUTE_CHEAP
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import Cost
+from megatrain.model.profile.cost import Cost
 from megatrain.plan.cost.rates import Kernels, Rates, other_rates
 from tests.plan.anatomies import machine
 

@@ -15,7 +15,8 @@ from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.plan import Plan
 from megatrain.errors import ConfigError
 from megatrain.hardware import Drives, HardwareSpec
-from megatrain.model.profile.anatomy import Anatomy, CompiledKeep, Cost
+from megatrain.model.profile.anatomy import Anatomy, CompiledKeep
+from megatrain.model.profile.cost import Cost
 from megatrain.plan.memory.block_sums import BlockSums
 from megatrain.plan.search.choices import Breadth, least_bytes, list_choices
 from megatrain.plan.search.neighbours import neighbours
