@@ -55,7 +55,16 @@ class LayerCosts:
     @property
     def newest_bytes(self) -> float:
         """Return the bytes of what is saved last in a round: it is still on the device when it is needed."""
-        return next((run.leaving_bytes for run in reversed(self.runs) if run.leaving_bytes), 0.0)
+        return next((nbytes for nbytes in reversed(self._saved_bytes) if nbytes), 0.0)
+
+    @property
+    def _saved_bytes(self) -> list[int]:
+        """List the bytes of each layer whose copies a program lists: all but the last.
+
+        The last one is needed first. Where its input comes back late it leaves all the same, but is not
+        priced.
+        """
+        return [run.leaving_bytes for run in self.runs[:-1]]
 
     def sums(self) -> tuple[float, float, float, float]:
         """Return the seconds of all forwards, all backwards and all forwards again, and the bytes saved.
@@ -70,7 +79,7 @@ class LayerCosts:
             backward += count * (backward_s + inside_s)
         after = self.choice.activations[1:]
         again = sum(self.forward_s(number) for number, policy in enumerate(after) if policy in _DROPPING)
-        return forward, backward, again, float(sum(run.leaving_bytes for run in self.runs))
+        return forward, backward, again, float(sum(self._saved_bytes))
 
     @property
     def head_forward_s(self) -> float:

@@ -13,6 +13,7 @@ from megatrain.config.policies import POLICIES, POLICY_NAMES
 from megatrain.config.runs import Runs, StepSums
 from megatrain.hardware import Drives
 from megatrain.layout.block_bytes import BlockBytes
+from megatrain.model.profile.anatomy import LateBytes
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.memory.block_sums import BlockSums
@@ -209,3 +210,19 @@ def both_times(seed: int, policies: Sequence[str]) -> Iterator[tuple[Choice, flo
         moved = {kind: step.program().nbytes(kind) for kind in step.moved_bytes}
         assert step.moved_bytes == moved, (choice, batch)
         yield choice, step.timed(is_short=False), step.step_s
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_last_layer_that_comes_back_late_takes_no_time_that_its_program_does_not(count: int) -> None:
+    """In tiles it leaves the device too, but its copies are in no program, and so in no bound."""
+    late = LateBytes(
+        left_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0, fragment_peak_bytes=0, collect_bytes=(0,)
+    )
+    layers = tuple(replace(layer, late=dict.fromkeys(POLICIES, late)) for layer in ANATOMY.layers)
+    choice = replace(PLAIN, activations=("recompute",) * LAYERS, boundaries="host", lockstep=1)
+    batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+    rates = Rates(replace(RATES.spec, device="cpu"), "bf16")
+    step = Step(rates, replace(ANATOMY, layers=layers), choice, batch)
+    assert step.costs.runs[-1].leaving_bytes > 0
+    assert moved(step, Lane.SAVE, ("save",)) == pytest.approx(step.sums[3], rel=1e-6)
+    assert step.step_s >= (1 - 1e-9) * step.bounds_s["everything in turn"]
