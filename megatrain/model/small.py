@@ -117,7 +117,7 @@ def try_small_model(
     make, config = (maker_of(config).from_config, config) if is_whole else _language_part(config)
     values = config.to_dict()
     failed: list[str] = []
-    with _quiet():
+    with _quiet(), torch.random.fork_rng(devices=[]):  # a trial in training mode draws its dropout
         for way in _WAYS:
             try:
                 return use(_random(make, type(config)(**_shrunk(values, way, _divisor(values, way)))))

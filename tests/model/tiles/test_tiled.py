@@ -115,6 +115,15 @@ def test_what_is_position_wise_is_found_by_trial() -> None:
     assert of("gpt_oss") == {*norms, "norm"}, "eager attention has no log-sum-exp"
 
 
+def test_a_trial_leaves_the_caller_s_random_state() -> None:
+    """It runs in training mode, where dropout draws."""
+    sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = make_model(GPT2Config(**sizes, resid_pdrop=0.1, attn_pdrop=0.1))
+    before = torch.get_rng_state()
+    parts_in_tiles(model, layers_of(model))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_modules_that_draw_run_whole() -> None:
     """A tile runs twice, and dropout would draw anew."""
     sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
