@@ -87,13 +87,23 @@ def refused(model: PreTrainedModel, queries: int, keys: int, cause: str, *ways: 
     )
 
 
+def dropout_of(config: PretrainedConfig) -> str | None:
+    """Say which dropout a model has in attention; None: it has none."""
+    for name, value in config.get_text_config().to_dict().items():
+        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+            return f"dropout in attention ({name}={value:g})"
+    return None
+
+
 def without_mask(model: PreTrainedModel) -> tuple[str, ...]:
     """Name what knows windows, padding and packed rows by itself, if the model has it."""
     config = model.config.get_text_config()
     if getattr(config, "alibi", False):
         return ()
-    ways = []
-    if getattr(model, "_supports_attention_backend", False) and config._attn_implementation != TILED:
+    dropout = dropout_of(config)
+    ways = [] if dropout is None else [f"no {dropout}"]
+    is_able = dropout is None and getattr(model, "_supports_attention_backend", False)
+    if is_able and config._attn_implementation != TILED:
         ways.append(f"model.attn_implementation={TILED}, which needs none")
     if getattr(model, "_supports_flash_attn", False):
         known = getattr(model, "_compatible_flash_implementations", None) or ("flash_attention_2",)
@@ -179,7 +189,8 @@ def _refuse(model: PreTrainedModel, given: Mapping[str, Any], *_: Any) -> NoRetu
             ways = ("model.attn_implementation=sdpa", *ways)
     else:
         cause = "packed rows (position_ids), or a rule of its own for what a token sees, need one"
-        ways = (f"model.attn_implementation={VARLEN} ({BY_DOCUMENT} on a CPU) for packed rows", *ways)
+        if dropout_of(given["config"]) is None:
+            ways = (f"model.attn_implementation={VARLEN} ({BY_DOCUMENT} on a CPU) for packed rows", *ways)
     raise refused(model, given["q_length"], given["kv_length"], cause, *ways)
 
 

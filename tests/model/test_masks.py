@@ -347,3 +347,18 @@ def test_scores_that_torch_would_make_are_refused_before_it_does(
     assert largest.numel < 2 * 513 * 513, "of four heads"
     assert engine.forward_backward(make_batches(1, rows=1, tokens=short)).isfinite(), "and it goes on"
     engine.detach()
+
+
+@pytest.mark.usefixtures("clean")
+def test_dropout_in_attention_is_what_is_to_be_left_out(short: int) -> None:
+    """Neither tiles nor kernels of documents can draw it: they are no way out."""
+    sizes = {"vocab_size": 64, "n_positions": 1024, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    model = make_model(GPT2Config(**sizes, attn_pdrop=0.1))
+    engine = attach_plainly(model, activations="keep")
+    ids = torch.arange(short + 1)[None] % 64
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(short + 1)[None] % 300}
+    message = refusal(lambda: engine.forward_backward([batch]))
+    assert "use no dropout in attention (attn_pdrop=0.1), or " in message
+    assert "tiled" not in message
+    assert "varlen" not in message
+    engine.detach()

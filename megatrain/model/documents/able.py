@@ -27,6 +27,7 @@ from megatrain.hardware.accelerators import vendor_of
 from megatrain.model.documents import varlen
 from megatrain.model.documents.begins import Packed, documents, set_attention, told_of
 from megatrain.model.layer_configs import layer_configs
+from megatrain.model.masks import dropout_of
 from megatrain.model.small import try_small_model
 
 if TYPE_CHECKING:
@@ -201,14 +202,6 @@ def require_tiles(config: PretrainedConfig) -> None:
     reason = why_not_tiled(config)
     if reason is not None:
         raise ConfigError(f"model.attn_implementation={TILED} cannot do {reason}; use sdpa, or leave it out")
-
-
-def dropout_of(config: PretrainedConfig) -> str | None:
-    """Say which dropout a model has in attention; None: it has none."""
-    for name, value in config.get_text_config().to_dict().items():
-        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
-            return f"dropout in attention ({name}={value:g})"
-    return None
 
 
 def _why_not_the_same(config: PretrainedConfig, attention: str) -> str | None:
