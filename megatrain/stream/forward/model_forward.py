@@ -26,6 +26,7 @@ from megatrain.model.sequence.attention import SharedRows
 from megatrain.model.shares import count_targets
 from megatrain.model.tiles.first_input import is_done_with_embeddings
 from megatrain.model.tiles.position_wise import stand_ins
+from megatrain.model.watched import is_watched
 from megatrain.model.weights.kept import refuse_to_save
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import AttachedBlock, AttachedLayer
@@ -98,6 +99,8 @@ class ModelForward:
         """What stands for modules that rows pass in tiles."""
         self._is_done_with_embeddings = False
         """Whether nothing but the first layer reads what the embedding returns."""
+        self._near_embeddings: list[nn.Module] = []
+        """The modules whose hooks may see the embeddings: those of the first layer, and outside of layers."""
         self._is_removed = False
         self._shared_state = SharedState(model)
         is_fused = self._device.type != "cpu"
@@ -133,6 +136,10 @@ class ModelForward:
                 are_apart=self._are_apart,
             )
             self._is_done_with_embeddings = is_done_with_embeddings(self._model.config)
+            later = {part for layer in self._arrangement.layer_modules[1:] for part in layer.modules()}
+            self._near_embeddings = [
+                part for part in self._model.modules() if part not in later and part not in self._entries
+            ]
         for module, stand_in in self._tiles.items():
             self._overrides.replace(module, stand_in)
         for number, layer in enumerate(self._arrangement.layers):
@@ -361,10 +368,8 @@ class ModelForward:
         wants = named.get("output_hidden_states")
         if wants is None:
             wants = self._model.config.get_text_config().output_hidden_states
-        first = self._arrangement.layer_modules[0]
-        is_watched = first._forward_hooks or first._forward_pre_hooks
         return self._is_done_with_embeddings and not (
-            wants or is_watched or named.get("inputs_embeds") is not None
+            wants or named.get("inputs_embeds") is not None or any(map(is_watched, self._near_embeddings))
         )
 
     @property

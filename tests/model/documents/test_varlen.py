@@ -33,6 +33,7 @@ from megatrain.model.documents.able import implementation_of, why_not
 from megatrain.model.documents.apart import why_not_apart
 from megatrain.model.documents.begins import Packed, documents, set_attention, tells_windows, told_of
 from megatrain.model.profile.count import count_anatomy
+from megatrain.model.tiles import attention
 from megatrain.model.tiles.position_wise import tile
 from tests.families import FAMILIES
 from tests.flash_kernels import flash_on_cpu
@@ -296,8 +297,11 @@ def test_windows_are_the_kernels_own(calls: dict[str, int], kind: type[Pretraine
 
 
 @pytest.mark.parametrize("name", [VARLEN, BY_DOCUMENT])
-def test_packed_rows_pass_in_tiles_that_cut_documents(calls: dict[str, int], name: str) -> None:
+def test_packed_rows_pass_in_tiles_that_cut_documents(
+    calls: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Attention is told where the documents of whole rows begin, and its heads come in groups."""
+    monkeypatch.setattr(attention, "LEAST_IN_GROUPS", 0)
     batch = batch_of(cut(2, 5))
     told = {**batch, **told_of(batch["position_ids"])}
     found = []
