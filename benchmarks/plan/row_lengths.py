@@ -126,7 +126,7 @@ def ceiling(asked: Request, plan: Plan) -> float:
     flops = anatomy.head_forward.matmul_flops + anatomy.head_backward.matmul_flops
     attention_s = 0.0
     for layer, policy in zip(anatomy.layers, plan.choice.activations, strict=True):
-        again = layer.forward.again(POLICIES[policy])
+        again = layer.rerun(POLICIES[policy])
         flops += layer.forward.matmul_flops + layer.backward.matmul_flops + again.matmul_flops
         attention_s += rates.attention_s(layer.forward) + rates.attention_backward_s(layer.backward)
     return anatomy.tokens / (flops / rates.matmul_flops_per_s + attention_s)

@@ -155,6 +155,7 @@ class Counter:
         """What compiled layers keep is counted too."""
         self._is_tiled = False
         """Parts of layers run in tiles, so that no layer is compiled as a whole."""
+        self._in_tiles: set[nn.Module] = set()
         self.lets_go_of_embeddings = False
         """Nobody but the first layer reads its input, which is let go where it waits elsewhere."""
         self.loss: LossKind = "plain"
@@ -226,7 +227,10 @@ class Counter:
     def tile(self, tokens: int) -> None:
         """Let position-wise modules pass rows in tiles of so many tokens; 0: they pass whole."""
         if tokens:
+            before = {module for module in self.model.modules() if "forward" in vars(module)}
             tile(self.model, self.layers, tokens)
+            after = {module for module in self.model.modules() if "forward" in vars(module)}
+            self._in_tiles = after - before
             self._is_tiled = True
             self.lets_go_of_embeddings = is_done_with_embeddings(self.model.config)
 
@@ -332,7 +336,7 @@ class Counter:
                 with meter.pausing():
                     fakes = [self._fake(number) for number in self.group_of(call.module)]
                 found = {name: trace_layer(call, fakes, POLICIES[name], meter) for name in policies}
-                if self._is_tiled:
+                if not self._in_tiles.isdisjoint(call.module.modules()):
                     for name, each in found.items():
                         if POLICIES[name].reruns:
                             each.late = trace_layer(call, fakes, POLICIES[name], meter, is_late=True)
