@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.hardware.accelerators import random_state, set_random_state
 
@@ -76,3 +77,11 @@ def casting_anew() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(is_enabled)
+
+
+def saving_nothing() -> AbstractContextManager[object]:
+    """Let autograd make a graph that nobody goes back through: what it saves is dropped."""
+    return saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
+
+
+_NOTHING = torch.empty(0)

@@ -156,6 +156,7 @@ class Counter:
         self._is_tiled = False
         """Parts of layers run in tiles, so that no layer is compiled as a whole."""
         self._in_tiles: set[nn.Module] = set()
+        """The modules that pass rows in tiles."""
         self.lets_go_of_embeddings = False
         """Nobody but the first layer reads its input, which is let go where it waits elsewhere."""
         self.loss: LossKind = "plain"

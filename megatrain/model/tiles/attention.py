@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatrain.errors import ModelError
@@ -31,7 +30,9 @@ from megatrain.model.sequence.attention import are_rows_shared
 from megatrain.model.tiles.asked import Asked, Given, Stopped, attended_by, stop, without_caches
 from megatrain.model.tiles.calls import TiledCall, Uses, called
 from megatrain.model.tiles.kept import Store, Stored, Whole, store_in_use
-from megatrain.model.tiles.outputs import Giving, Noting, Recipe, Unread
+from megatrain.model.tiles.outputs import Giving, Noting, Recipe
+from megatrain.model.tiles.unread import Unread
+from megatrain.model.torch_state import saving_nothing
 from megatrain.model.watched import is_watched
 
 _SINKS = "s_aux"
@@ -43,9 +44,6 @@ GROUPS = 4
 LEAST_IN_GROUPS = 16_384
 """Rows of fewer tokens pass attention in one group: there the products would take more time than is worth
 what they spare. Groups change no bit."""
-
-
-_NOTHING = torch.empty(0)
 
 
 class GroupedAttention:
@@ -81,11 +79,15 @@ class GroupedAttention:
         store = store_in_use()
         if store is not None and not store.keeps_attention:
             store = None
-        attended = store.again(self) if store is not None and store.is_again else None
-        core = attended.core if attended is not None else run.core(hidden)
-        if core is None or (store is not None and store.is_again and attended is None):
-            if store is not None and not store.is_again:
+        attended: _Attended | None = None
+        if store is not None and store.is_again:
+            attended = store.again(self)
+            core = None if attended is None else attended.core
+        else:
+            core = run.core(hidden)
+            if core is None and store is not None:
                 store.keep(self, None)
+        if core is None:
             return self.whole(args, kwargs)
         modules = [self.module] if self.before is None else [self.before, self.module]
         call = _Call(modules, self.tokens, self.uses, hidden, run, core)
@@ -281,9 +283,8 @@ class _Call(TiledCall):
             heads = waiting.pop(0)
             noting = Noting()
             aside = nullcontext() if self.store is None else kept_by_none()
-            # kernels return a log-sum-exp only where a gradient is wanted; nobody goes back through the graph
-            nothing = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
-            with aside, noting, nothing, torch.set_grad_enabled(self.has_backward):
+            # kernels return a log-sum-exp only where a gradient is wanted
+            with aside, noting, saving_nothing(), torch.set_grad_enabled(self.has_backward):
                 for each in heads:
                     each.requires_grad_(self.has_backward)
                 found = self._attend(heads, self._sinks(group)).detach()

@@ -62,7 +62,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class _Place:
     """Where a tensor is in memory: how it is known again without being held."""
 
     storage: int
@@ -71,7 +71,7 @@ class Place:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
+    def of(cls, tensor: Tensor) -> _Place:
         """Return the place of a tensor."""
         storage = tensor.untyped_storage()._cdata
         return cls(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride())
@@ -104,7 +104,7 @@ class Store:
         """Whether what runs has run before."""
         self._kept: dict[Hashable, list[Any]] = {}
         self._waiting: dict[Hashable, deque[Any]] = {}
-        self._input: tuple[Place, Stored] | None = None
+        self._input: tuple[_Place, Stored] | None = None
         self._calls_since = -1
         """Calls in tiles that have ended since attention's results were kept; -1: there are none to leave."""
 
@@ -129,11 +129,11 @@ class Store:
 
     def has_input(self, hidden: Tensor, stored: Stored) -> None:
         """Say what the layer's input is in the run that comes next, and where its backward finds it."""
-        self._input = Place.of(hidden), stored
+        self._input = _Place.of(hidden), stored
 
     def source(self, hidden: Tensor) -> Stored | None:
         """Return what the layer's input is read from in the backward; None: `hidden` is something else."""
-        if self._input is None or self._input[0] != Place.of(hidden):
+        if self._input is None or self._input[0] != _Place.of(hidden):
             return None
         return self._input[1]
 

@@ -23,15 +23,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megatrain.model.torch_state import Autocast, RandomState
+from megatrain.model.torch_state import Autocast, RandomState, saving_nothing
 from megatrain.stream.activations.offload import OffloadedActivations
 from megatrain.stream.activations.saved_tensors import Held
 
 _log = logging.getLogger(__name__)
-
-_NOTHING = torch.empty(0)
-"""What a graph that nobody goes back through saves."""
-
 
 RunAgain: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Runs a layer on the arguments of a call, and returns its result."""
@@ -85,7 +81,7 @@ class Call:
             with (
                 self._autocast.again(),
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING),
+                saving_nothing(),
             ):
                 return output_of(self._run(args, kwargs)).detach()
         finally:

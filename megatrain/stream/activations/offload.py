@@ -265,9 +265,8 @@ class OffloadedActivations:
         Those of a late visit come alone, and the next tile of as many comes meanwhile.
         """
         visit, span = held.visit, held.span
-        if visit is None or span is None or held.tensor is not None:
-            return self.load(held)[:, tile]
-        if not (visit.is_late and held.has_plain_rows):
+        is_there = held.tensor is not None or not held.has_plain_rows
+        if visit is None or span is None or is_there or not visit.is_late:
             return self.load(held)[:, tile]
         ahead, held.ahead = held.ahead, None
         coming = ahead[1] if ahead is not None and ahead[0] == tile else self._bring_rows(visit, held, tile)

@@ -167,13 +167,8 @@ class LayerVisit:
         """Return what calls in tiles keep; a long row leaves the device as soon as it can."""
         layer, policy, offloaded, key = self.layer, self.layer.policy, self.layer.offloaded, self._key
         boundary = None if packed is None else packed.boundary
-        is_late = (
-            packed is not None and isinstance(boundary, Held) and _tokens(args[packed.place]) > layer.tile
-        )
-        if not is_late:
+        if packed is None or not isinstance(boundary, Held) or _tokens(args[packed.place]) <= layer.tile:
             return Store(keeps_attention=policy.keeps_attention)
-        assert packed is not None
-        assert isinstance(boundary, Held)
         self._is_late = True
         offloaded.come_late(key)
         leave, settle = partial(offloaded.leave_now, key), partial(offloaded.settle, key)
