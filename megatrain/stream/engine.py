@@ -387,6 +387,7 @@ class Engine:
             CapacityError: There is no room for them.
         """
         self.settle()
+        self.arrangement.guard.wait_for(range(len(self.host.layouts)))
         self.host.weights.bring()
 
     def settle(self) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,10 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.format import fingerprint
-from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.config.sizes import counted
-from megatrain.config.types import steps_between
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
@@ -30,10 +26,10 @@ from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.point import as_values, point_from_values
-from megatrain.train.resume.state import lend_state
 from megatrain.train.resume.state_commits import held_by_nodes
 from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.run import Run, prepare
+from megatrain.train.saves import Saves
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
 from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
@@ -202,13 +198,12 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
         SystemExit: The first rank raises it where the run is stopped before its last step, to go on later.
     """
     settings, callbacks, is_first = run.config, run.callbacks, run.ranks.rank == 0
-    every = steps_between(settings.checkpoint.every, run.loader.steps_per_epoch)
     commit_every = settings.memory.commit_every
     run.health.begin()
-    with _shown(run, directory) as show:
+    with _shown(run, directory) as show, Saves(run, directory, saved) as saves:
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
-            saved = _save(run, directory)  # the run was killed between its commit and its save
+            saves.begin()  # the run was killed between its commit and its save
         reason = run.evaluator.stop() if run.evaluator.wants_stop else ""
         while not run.is_complete and not reason and callbacks.failure is None:
             if run.ranks.tell(stop.is_set()):
@@ -216,7 +211,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 break
             with nullcontext() if run.within is None else run.within.step(run.step + 1):
                 row = train_step(run)
-            saved = None
+            saves.tell()
             callbacks.at(run.step, tokens=run.tokens)
             callbacks.call("on_step_end")
             is_last = run.is_complete or stop.is_set()
@@ -239,13 +234,11 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if commit_every is not None and row.step % commit_every == 0:
                 run.commit()
                 callbacks.agree()  # a state that cannot be saved is a failure
-            is_time = every is not None and row.step % every == 0
-            if is_time or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
-                saved = _save(run, directory)
+            if saves.is_due() or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
+                saves.begin()
             if ends_epoch and not run.is_complete:
                 callbacks.call("on_epoch_begin")
-    if saved is None:
-        saved = _save(run, directory)
+        saved = saves.last()
     callbacks.call("on_train_end")
     refuse_failed_callback(run, saved)
     if reason and not run.is_complete and is_first:
@@ -282,32 +275,3 @@ def _evaluate(run: Run) -> bool:
         run.callbacks.call("on_evaluate", metrics=outcome.numbers)  # callbacks compare it with the best
         run.callbacks.best(tracker.best_loss, tracker.best_step, None)
     return outcome.is_best
-
-
-def _save(run: Run, directory: RunDirectory) -> Path:
-    """Save the state, which all ranks bring together and the first one writes; return the checkpoint."""
-    keep_last = run.config.checkpoint.keep_last or sys.maxsize
-    run.last_good.save(run.step, keep_last)
-    meta = run.meta()  # other threads make the updates, which must be done
-    path, began_s = None, time.monotonic()
-    with run.moving(f"saving step {run.step}"):
-        if run.ranks.rank == 0:
-            path = save(
-                directory.checkpoints,
-                step=run.step,
-                write=run.write,
-                meta=meta,
-                keep_last=keep_last,
-                keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
-            )
-        elif run.engine.host.is_read_by_all:
-            lend_state(run.engine)
-        saved = Path(run.ranks.tell(None if path is None else str(path)))
-    run.save_s = time.monotonic() - began_s
-    run.tell("checkpoint")
-    if run.ranks.rank == 0:
-        run.experts.write(directory.experts)
-    if (tracker := run.evaluator.best_tracker).best_step == run.step:
-        run.callbacks.best(tracker.best_loss, run.step, str(saved))
-    run.callbacks.call("on_save")
-    return saved

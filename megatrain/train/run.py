@@ -124,8 +124,12 @@ class Run:
 
     def tell(self, event: Event, **values: Any) -> None:
         """Record an event after the steps so far, with further facts about it as plain values."""
+        self.tell_of(self.step, event, **values)
+
+    def tell_of(self, step: int, event: Event, **values: Any) -> None:
+        """Record an event of an earlier step."""
         if self.events is not None:
-            self.events.write(event, self.step, **values)
+            self.events.write(event, step, **values)
 
     def doing(self, what: str) -> None:
         """Tell the other ranks what this one does from now on, in case it is lost."""

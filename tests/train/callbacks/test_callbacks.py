@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "train": STEPS,
     "data": {"val_size": 0.1},
     "eval": {"every": 2},
-    "checkpoint": {"every": 3},
+    "checkpoint": {"every": 3, "background": False},
 }
 
 
