@@ -21,6 +21,8 @@ from megatrain.distributed.alone import ALONE, Alone
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.outputs.export import best_step, export_model, find_best
+from megatrain.train.planning.plan_run import Planned
+from megatrain.train.planning.space import require_space, space_of
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import require_checkpoint
 from megatrain.train.records.directory import RunDirectory
@@ -34,6 +36,7 @@ from megatrain.train.resume.state import lend_state
 from megatrain.train.resume.state_commits import held_by_nodes
 from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.run import Run, prepare
+from megatrain.train.run_data import RunData
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
 from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
@@ -93,6 +96,7 @@ def train(
             caller if is_first else Caller(prepared=caller.prepared),
             references=caller.references(config),
             show=_log.info if is_first else _log.debug,
+            check=partial(_check_space, done=0 if point.record is None else int(point.record["step"])),
             callbacks=[*own_trackers, *callbacks],
             ranks=ranks,
         )
@@ -132,6 +136,24 @@ def train(
             directory.model,
         )
     return directory.path
+
+
+def _check_space(planned: Planned, data: RunData, *, done: int) -> None:
+    """Refuse a run whose directory has no room for its saves, or warn of too many that are kept.
+
+    Raises:
+        CapacityError: `require_space` raises it.
+    """
+    space = space_of(
+        planned.config,
+        planned.request,
+        num_steps=data.num_steps,
+        steps_per_epoch=data.steps_per_epoch,
+        done=done,
+        drive_bytes=planned.plan.tier_bytes("nvme"),
+    )
+    if warning := require_space(space):
+        _log.warning("%s", warning)
 
 
 def _start_of(

@@ -55,7 +55,7 @@ from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.point import NEW_RUN, ResumePoint
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, tiers_of
-from megatrain.train.run_data import make_eval_sets, make_loader, read_data
+from megatrain.train.run_data import RunData, make_eval_sets, make_loader, read_data
 from megatrain.train.schedule import make_schedule
 from megatrain.train.screen.start import start_lines
 from megatrain.train.screen.within_step import WithinStep
@@ -234,6 +234,7 @@ def prepare(
     *,
     references: Path | None = None,
     show: Callable[[str], object] = _log.debug,
+    check: Callable[[Planned, RunData], object] = lambda planned, data: None,
     callbacks: Sequence[TrainerCallback] = (),
     ranks: Ranks | Alone = ALONE,
 ) -> Run:
@@ -248,6 +249,7 @@ def prepare(
         references: The folder in which log-probabilities of reference models are kept; None compares answers
             with nothing, where only times are measured.
         show: The function that is given the lines of `start_lines`, before memory is taken.
+        check: The function that looks at the first rank's plan, and may refuse it, before memory is taken.
         callbacks: The callbacks, of transformers' Trainer, which the run calls.
         ranks: The ranks that train together; the first one plans, and reads weights and state.
 
@@ -296,6 +298,8 @@ def prepare(
             config, model_counts, caller.measure, ranks, lately=Lately(caller.counts), **of_run
         )
         config = smallest_micro_batches(config) if planned is None else planned.config
+        if planned is not None:
+            check(planned, data)
         for line in start_lines(
             config,
             planned,
