@@ -30,6 +30,7 @@ from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.recovery import check_divergence, resume_point_told
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
+from megatrain.train.rescue import rescued
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.point import as_values, point_from_values
 from megatrain.train.resume.state import lend_state
@@ -114,7 +115,8 @@ def train(
         with recorded(run, directory), resume_point_told(run, directory), ExitStack() as signals:
             stop = signals.enter_context(stop_flag(ranks, partial(what_follows, run)))
             try:
-                final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
+                with rescued(run, directory):
+                    final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
                     signals.close()  # an export may be interrupted
