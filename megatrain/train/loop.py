@@ -17,6 +17,8 @@ from megatrain.distributed.alone import ALONE, Alone
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.outputs.export import best_step, export_model, find_best
+from megatrain.train.planning.plan_run import Planned
+from megatrain.train.planning.space import require_space, space_of
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import require_checkpoint
 from megatrain.train.records.directory import RunDirectory
@@ -24,11 +26,13 @@ from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.recovery import check_divergence, resume_point_told
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
+from megatrain.train.rescue import rescued
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.point import as_values, point_from_values
 from megatrain.train.resume.state_commits import held_by_nodes
 from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.run import Run, prepare
+from megatrain.train.run_data import RunData
 from megatrain.train.saves import Saves
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
@@ -89,6 +93,7 @@ def train(
             caller if is_first else Caller(prepared=caller.prepared),
             references=caller.references(config),
             show=_log.info if is_first else _log.debug,
+            check=partial(_check_space, done=0 if point.record is None else int(point.record["step"])),
             callbacks=[*own_trackers, *callbacks],
             ranks=ranks,
         )
@@ -106,7 +111,8 @@ def train(
         with recorded(run, directory), resume_point_told(run, directory), ExitStack() as signals:
             stop = signals.enter_context(stop_flag(ranks, partial(what_follows, run)))
             try:
-                final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
+                with rescued(run, directory):
+                    final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
                     signals.close()  # an export may be interrupted
@@ -128,6 +134,24 @@ def train(
             directory.model,
         )
     return directory.path
+
+
+def _check_space(planned: Planned, data: RunData, *, done: int) -> None:
+    """Refuse a run whose directory has no room for its saves, or warn of too many that are kept.
+
+    Raises:
+        CapacityError: `require_space` raises it.
+    """
+    space = space_of(
+        planned.config,
+        planned.request,
+        num_steps=data.num_steps,
+        steps_per_epoch=data.steps_per_epoch,
+        done=done,
+        drive_bytes=planned.plan.tier_bytes("nvme"),
+    )
+    if warning := require_space(space):
+        _log.warning("%s", warning)
 
 
 def _start_of(

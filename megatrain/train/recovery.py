@@ -30,6 +30,8 @@ def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
         yield
     except Exception as error:
         first = run.engine.arrangement.integrity.cause
+        if first is None and isinstance(error, MegatrainError):
+            raise
         if first is None:
             told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}")
             if told is None:
@@ -39,12 +41,12 @@ def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
             first,
             "so an update ended in the middle, and its state is lost; nothing of it was saved. Start the "
             "same command again, with checkpoint.resume=auto: it goes on from "
-            f"{_newest(run, directory)}",
+            f"{newest_point(run, directory)}",
         ) from error
 
 
-def _newest(run: Run, directory: RunDirectory) -> str:
-    """Name the checkpoint that `auto` takes, if it is whole."""
+def newest_point(run: Run, directory: RunDirectory) -> str:
+    """Name the point that `auto` takes: the newest checkpoint, if it is whole, or the commit on drives."""
     try:
         saved = next(iter(find(directory.checkpoints)), None)
         held = held_by(run.config, num_nodes=run.ranks.num_nodes)

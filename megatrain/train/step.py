@@ -20,8 +20,9 @@ def train_step(run: Run) -> StepMetrics:
     started = time.monotonic()
     callbacks, policy = run.callbacks, run.config.train.on_spike
     run.doing(f"at step {run.step + 1}")
+    run.begin_step()
     micro_batches = next(run.loader)
-    seeds = run.micro_batch_seeds()
+    seeds, num_targets = run.micro_batch_seeds(), sum(map(count_targets, micro_batches))
 
     callbacks.call("on_step_begin")
     loss, shown = run.forward_backward(micro_batches, seeds)
@@ -34,13 +35,15 @@ def train_step(run: Run) -> StepMetrics:
         run.engine.zero_grad()
     else:
         stats = run.optimizer.step()
-    run.scheduler.step()
+    run.end_update(num_targets)
     # `float(loss)` blocks until the device has finished; only the updates still run.
     loss_value = float(loss)
     if not is_skipped:
         grad_norm, is_skipped = stats.grad_norm, stats.skipped
         if policy == "warn":
             highest = run.spikes.take(loss_value)
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
+    run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
     experts = run.experts.take()
     callbacks.call("on_optimizer_step")
     report = None if highest is not None and policy != "warn" else run.engine.last_step
@@ -53,11 +56,6 @@ def train_step(run: Run) -> StepMetrics:
             run.tell("replan", reason=change)
 
     num_tokens = run.loader.num_tokens
-    run.step += 1
-    run.tokens += num_tokens
-    run.targets += sum(map(count_targets, micro_batches))
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
-    run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
     seconds = time.monotonic() - started
     if run.ranks.size > 1 and run.config.memory.drives:
         count_written(run.health, run.ranks)

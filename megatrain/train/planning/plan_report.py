@@ -76,6 +76,10 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
         if planned.verdict.wear is None:
             rows += _ways("spare", planned.spares)
     rows += _verdict(planned)
+    if planned.space is not None:
+        rows += row("room", planned.space.text)
+        if planned.space.warning:
+            rows += row("but", planned.space.warning)
     if plan.fits:
         rows += row("setting", settings_text(planned))
     if planned.hint:

@@ -154,11 +154,7 @@ class MetricsLog(JsonLines):
         super().__init__(Path(path), partial(_cut_after, last_step=resume_step))
 
     def write(self, row: StepMetrics) -> None:
-        """Append one row.
-
-        Raises:
-            OutputError: `append` raises it.
-        """
+        """Append one row."""
         self.append(
             {
                 name: value
