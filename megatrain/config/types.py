@@ -65,6 +65,8 @@ Every = Annotated[
     reads_as("a number of steps (1 or more), epoch, or epoch/4 for four times in each"),
 ]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Watch = Annotated[Literal["auto", "off"] | Share, reads_as("auto, off, or a share (above 0, at most 1)")]
 Device = Annotated[
     str,
     Field(pattern=r"^(auto|cpu|cuda|xpu|emulated(:.+)?)$"),

@@ -423,6 +423,7 @@ class Engine:
         self.arrangement.integrity.check()
         self.host.weights.take()
         self.host.mark_changed()
+        self.host.planes.on_write(None)
         self.executor.invalidate()
         self.executor.states.forget()
 

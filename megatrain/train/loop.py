@@ -38,6 +38,7 @@ from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
 from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
 from megatrain.train.step import train_step
+from megatrain.train.watching import begin_watch, end_watch
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -205,6 +206,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     every = steps_between(settings.checkpoint.every, run.loader.steps_per_epoch)
     commit_every = settings.memory.commit_every
     run.health.begin()
+    begin_watch(run)
     with _shown(run, directory) as show:
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
@@ -226,6 +228,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 callbacks.log(row.logged)
             if is_first:
                 check_divergence(run, row, directory)
+            if run.is_complete:
+                end_watch(run)
             ends_epoch = row.step % run.loader.steps_per_epoch == 0
             if ends_epoch:
                 callbacks.call("on_epoch_end")
@@ -245,6 +249,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if ends_epoch and not run.is_complete:
                 callbacks.call("on_epoch_begin")
     if saved is None:
+        if not run.is_complete:
+            end_watch(run)
         saved = _save(run, directory)
     callbacks.call("on_train_end")
     refuse_failed_callback(run, saved)

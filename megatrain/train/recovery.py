@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatrain.checkpoint.load import find, find_step, step_of
-from megatrain.errors import DivergedError, MegatrainError, TornStateError
+from megatrain.errors import DivergedError, HardwareError, MegatrainError, TornStateError
 from megatrain.train.out_of_memory import memory_error
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.resume.state_commits import held_by
 from megatrain.train.run import Run
+from megatrain.train.watching import with_way_out
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
     """Name the point to resume from in an error inside that has torn the state, of which nothing was saved.
 
     Raises:
+        HardwareError: A value in RAM has changed by itself.
         TornStateError: The error inside has torn the state.
         CapacityError: Memory has run out, and the state is whole.
     """
@@ -30,6 +32,9 @@ def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
         yield
     except Exception as error:
         first = run.engine.arrangement.integrity.cause
+        fault = error if isinstance(error, HardwareError) else first
+        if isinstance(fault, HardwareError):
+            raise with_way_out(fault, run, directory.checkpoints) from error
         if first is None:
             told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}")
             if told is None:

@@ -20,6 +20,8 @@ def train_step(run: Run) -> StepMetrics:
     started = time.monotonic()
     callbacks, policy = run.callbacks, run.config.train.on_spike
     run.doing(f"at step {run.step + 1}")
+    if run.optimizer.memory_watch is not None:
+        run.optimizer.memory_watch.step = run.step + 1
     micro_batches = next(run.loader)
     seeds = run.micro_batch_seeds()
 
