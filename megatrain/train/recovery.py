@@ -12,11 +12,19 @@ from megatrain.errors import DivergedError, HardwareError, MegatrainError, TornS
 from megatrain.train.out_of_memory import memory_error
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import StepMetrics
+from megatrain.train.replay import Verdict
 from megatrain.train.resume.state_commits import held_by
 from megatrain.train.run import Run
 from megatrain.train.watching import with_way_out
 
 _log = logging.getLogger(__name__)
+
+_VERDICTS = {
+    Verdict.DATA.value: ", and did so in two more runs of the step, bit for bit: look at its rows",
+    Verdict.UNKNOWN.value: ", and whether the machine or the data are to blame cannot be told, since the "
+    "step has no form that repeats its bits",
+}
+"""What a replay adds to the warning about a jump."""
 
 
 @contextmanager
@@ -72,6 +80,7 @@ def check_divergence(run: Run, row: StepMetrics, directory: RunDirectory) -> Non
     if row.spike_above is not None:
         run.tell("spike", loss=row.loss, above=row.spike_above)
         jump = f"the loss jumped to {row.loss:.4g}, above {row.spike_above:.4g} (train.on_spike)"
+        jump += _VERDICTS.get(row.replay or "", "")
         _log.warning("step %d: %s%s", row.step, jump, "; it makes no update" if row.skipped else "")
     if row.skipped:
         run.tell("skipped", reason=jump or "the gradient was not finite")

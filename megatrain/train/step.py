@@ -12,6 +12,7 @@ from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.ranks import count_written
 from megatrain.train.records.measured import measured
 from megatrain.train.records.metrics import StepMetrics
+from megatrain.train.replay import Replay, require_data
 from megatrain.train.run import Run
 
 
@@ -25,6 +26,7 @@ def train_step(run: Run) -> StepMetrics:
     micro_batches = next(run.loader)
     seeds = run.micro_batch_seeds()
 
+    replay = Replay(run, micro_batches, seeds) if policy == "replay" else None
     callbacks.call("on_step_begin")
     loss, shown = run.forward_backward(micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
@@ -32,6 +34,11 @@ def train_step(run: Run) -> StepMetrics:
     # With `warn`, the loss is read after the step, since the device is at work until then.
     highest = None if policy == "warn" else run.spikes.take(float(loss))
     grad_norm, is_skipped = None, highest is not None
+    experts = verdict = None
+    if highest is not None and replay is not None:
+        experts = run.experts.take()  # not what the replays count
+        verdict = replay.judge(float(loss), highest)
+        require_data(verdict, run, float(loss), highest)
     if is_skipped:
         run.engine.zero_grad()
     else:
@@ -43,7 +50,7 @@ def train_step(run: Run) -> StepMetrics:
         grad_norm, is_skipped = stats.grad_norm, stats.skipped
         if policy == "warn":
             highest = run.spikes.take(loss_value)
-    experts = run.experts.take()
+    experts = run.experts.take() if verdict is None else experts
     callbacks.call("on_optimizer_step")
     report = None if highest is not None and policy != "warn" else run.engine.last_step
     if run.planned is not None and not run.is_checked:
@@ -76,6 +83,7 @@ def train_step(run: Run) -> StepMetrics:
         skipped=is_skipped,
         shown=shown,
         spike_above=highest,
+        replay=None if verdict is None else verdict.value,
         host_bytes=run.engine.host_bytes,
         device_bytes=run.engine.device_bytes_peak,
         **({} if report is None else _measured(run, report, num_tokens)),

@@ -38,6 +38,12 @@ def end_watch(run: Run) -> None:
 
 def with_way_out(error: HardwareError, run: Run, checkpoints: Path) -> HardwareError:
     """Return an error with the newest checkpoint that is from before the fault, and how to go on from it."""
+    told = _told(error, run, checkpoints)
+    told.is_told = error.is_told
+    return told
+
+
+def _told(error: HardwareError, run: Run, checkpoints: Path) -> HardwareError:
     try:
         saved = find(checkpoints)
         committed = held_by(run.config, num_nodes=run.ranks.num_nodes)[0]
