@@ -56,6 +56,10 @@ class FileCalls:
         """Read at most `num_bytes`; nothing at the end of the file."""
         return os.read(descriptor, num_bytes)
 
+    def read_into(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        """Fill a buffer, or its begin, from a place in the file; return the number of read bytes."""
+        return os.preadv(descriptor, [buffer], offset)
+
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         """Cut a file to a size."""
         os.ftruncate(descriptor, num_bytes)

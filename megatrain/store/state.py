@@ -337,6 +337,7 @@ class HostState:
             self._filling[number] = self._lend(number)
         write_value(self._filling[number][0], entry, value, region)
         self.mark_changed(number)
+        self.planes.on_write(number)
         self._num_filled[number] += value.numel()
         if self._num_filled[number] >= self.layouts[number].num_parameters:
             self._num_filled[number] = 0
@@ -367,10 +368,8 @@ class HostState:
 
     def mark_changed(self, *blocks: int) -> None:
         """Take note that what is in RAM of blocks, or of all if none is given, may differ from its image."""
-        if not self.has_drives:
-            return
-        for block in blocks or range(len(self.layouts)):
-            self.changed |= self.on_drives.copied(block)
+        if self.has_drives:
+            self.changed.update(*map(self.on_drives.copied, blocks or range(len(self.layouts))))
 
     def planes_in_ram(self, block: int) -> dict[str, list[Tensor]]:
         """Return the parts of each plane of a block's image that live in RAM, in the image's order.
@@ -449,6 +448,7 @@ class HostState:
             if both and self.weights.are_here:
                 self.blocks[number].working.copy_(lent.working)
         self.mark_changed(number)
+        self.planes.on_write(number)
 
     def _bring(self, block: int, *, comes: bool = True) -> BlockState:
         """Return the whole block, in memory that all ranks of the node map: all ranks call it.

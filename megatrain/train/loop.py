@@ -38,6 +38,7 @@ from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
 from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
 from megatrain.train.step import train_step
+from megatrain.train.watching import begin_watch, end_watch
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -224,6 +225,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     settings, callbacks, is_first = run.config, run.callbacks, run.ranks.rank == 0
     commit_every = settings.memory.commit_every
     run.health.begin()
+    begin_watch(run)
     with _shown(run, directory) as show, Saves(run, directory, saved) as saves:
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
@@ -245,6 +247,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 callbacks.log(row.logged)
             if is_first:
                 check_divergence(run, row, directory)
+            if run.is_complete:
+                end_watch(run)
             ends_epoch = row.step % run.loader.steps_per_epoch == 0
             if ends_epoch:
                 callbacks.call("on_epoch_end")
@@ -262,6 +266,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 saves.begin()
             if ends_epoch and not run.is_complete:
                 callbacks.call("on_epoch_begin")
+        if not run.is_complete:
+            end_watch(run)
         saved = saves.last()
     callbacks.call("on_train_end")
     refuse_failed_callback(run, saved)

@@ -311,7 +311,7 @@ def prepare(
         config = as_begun(config, earlier["config"])
     asked, config = config, laid_out_as(point.committed, config)
     device = compute_device(config.train.device)
-    if config.train.deterministic:
+    if config.train.deterministic or config.train.on_spike == "replay":
         set_environment(device)  # this comes before the first product, in `measure_peak`
     uses_liger(config.model.kernels, device.type)  # an impossible wish is refused before anything is read
     with in_turn(ranks):  # the first rank prepares the data, or fails; the others read them

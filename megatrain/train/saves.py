@@ -12,7 +12,7 @@ from types import TracebackType
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.save import LeftOverError, save
 from megatrain.checkpoint.saver import Saver, Wanted
-from megatrain.errors import OutputError
+from megatrain.errors import HardwareError, OutputError
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.train.adapters import base_of
 from megatrain.train.records.directory import RunDirectory
@@ -79,11 +79,15 @@ class Saves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish what was begun; on an interrupt only if that takes less than `GRACE_S`."""
+        """Finish what was begun; on an interrupt only if that takes less than `GRACE_S`.
+
+        What is begun when a value is found to have changed by itself is given up: it may hold that value.
+        """
         if self._saver is None:
             return
         if self._begun is not None:
-            if isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S):
+            is_interrupt = isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S)
+            if error is not None and (is_interrupt or isinstance(error, HardwareError)):
                 self._saver.writer.fail(error)
             self._finish()
         self._saver.close()
@@ -201,7 +205,7 @@ class Saves:
         except LeftOverError as left:
             path = left.path
             _log.warning("%s", left)
-        except (OutputError, KeyboardInterrupt) as error:
+        except (OutputError, HardwareError, KeyboardInterrupt) as error:
             self._failed(begun, error)
             return
         self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s)
@@ -223,7 +227,7 @@ class Saves:
     def _failed(self, begun: _Begun, error: BaseException) -> None:
         run = self._run
         run.last_good.lose(begun.step)
-        if isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, OutputError):
             return
         run.tell_of(begun.step, "unsaved", reason=str(error))
         if run.ranks.rank == 0:

@@ -12,6 +12,7 @@ from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.ranks import count_written
 from megatrain.train.records.measured import measured
 from megatrain.train.records.metrics import StepMetrics
+from megatrain.train.replay import Replay, require_data
 from megatrain.train.run import Run
 
 
@@ -21,9 +22,12 @@ def train_step(run: Run) -> StepMetrics:
     callbacks, policy = run.callbacks, run.config.train.on_spike
     run.doing(f"at step {run.step + 1}")
     run.begin_step()
+    if run.optimizer.memory_watch is not None:
+        run.optimizer.memory_watch.step = run.step + 1
     micro_batches = next(run.loader)
     seeds, num_targets = run.micro_batch_seeds(), sum(map(count_targets, micro_batches))
 
+    replay = Replay(run, micro_batches, seeds) if policy == "replay" else None
     callbacks.call("on_step_begin")
     loss, shown = run.forward_backward(micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
@@ -31,6 +35,11 @@ def train_step(run: Run) -> StepMetrics:
     # With `warn`, the loss is read after the step, since the device is at work until then.
     highest = None if policy == "warn" else run.spikes.take(float(loss))
     grad_norm, is_skipped = None, highest is not None
+    experts = verdict = None
+    if highest is not None and replay is not None:
+        experts = run.experts.take()  # not what the replays count
+        verdict = replay.judge(float(loss), highest)
+        require_data(verdict, run, float(loss), highest)
     if is_skipped:
         run.engine.zero_grad()
     else:
@@ -44,7 +53,7 @@ def train_step(run: Run) -> StepMetrics:
             highest = run.spikes.take(loss_value)
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
     run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
-    experts = run.experts.take()
+    experts = run.experts.take() if verdict is None else experts
     callbacks.call("on_optimizer_step")
     report = None if highest is not None and policy != "warn" else run.engine.last_step
     if run.planned is not None and not run.is_checked:
@@ -72,6 +81,7 @@ def train_step(run: Run) -> StepMetrics:
         skipped=is_skipped,
         shown=shown,
         spike_above=highest,
+        replay=None if verdict is None else verdict.value,
         host_bytes=run.engine.host_bytes,
         device_bytes=run.engine.device_bytes_peak,
         **({} if report is None else _measured(run, report, num_tokens)),

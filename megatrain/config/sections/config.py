@@ -46,6 +46,7 @@ from megatrain.config.types import (
     SaveEvery,
     Schedule,
     Steps,
+    Watch,
     as_tuple,
     one_of,
     reads_as,
@@ -211,6 +212,10 @@ class MemoryConfig(Section):
     accept_wear: bool = False
     """Start a run though it will use up the rated endurance of its drives before it ends. false = such a run
     does not start (exit code 9), and what would spare the drives is said."""
+    watch: Watch = "auto"
+    """The share of the state in RAM that is watched at any moment for values that change by themselves: the
+    parts take turns, and frozen weights are all compared in turn. A change stops the run with exit code 10.
+    `auto` = as much as 1 % of a step's time allows, which the plan states."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """The action if the first step has allocated other bytes than planned: go on with a warning, or stop."""
 

@@ -33,6 +33,8 @@ PREPARED_NAME = "prepared.json"
 FORMAT_VERSION = 1
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n\}\n\Z')
 _KEYS = {"format", "owner", "fingerprint", "drives", "step", "copies", "sums", "meta", "digest"}
+_NEWER_KEYS = {"extent_bytes", "chunk_bytes"}
+"""Keys that records of earlier versions lack; nothing but `verification` needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,10 @@ class CommitRecord:
     """xxh3-64 of each chunk of these copies, extent after extent; 0 where there is none."""
     meta: Mapping[str, Any]
     """Plain JSON values of the caller."""
+    extent_bytes: tuple[int, ...] = ()
+    """The size of each extent; empty in a record of an earlier version."""
+    chunk_bytes: int = 0
+    """The size at which extents are cut into chunks; 0 in a record of an earlier version."""
 
 
 def read_record(directory: Path, name: str = RECORD_NAME) -> CommitRecord | None:
@@ -77,15 +83,16 @@ def read_record(directory: Path, name: str = RECORD_NAME) -> CommitRecord | None
             "checkpoint"
         )
     body = json.loads(data)
-    if body.get("format") != FORMAT_VERSION or body.keys() != _KEYS:
+    if body.get("format") != FORMAT_VERSION or body.keys() - _NEWER_KEYS != _KEYS:
         raise CheckpointError(
             f"{path} was written by another version of megatrain; use that one, or remove the file to resume "
             "from the newest checkpoint"
         )
     sums = array("Q")
     sums.frombytes(base64.b64decode(body["sums"]))
-    given = {key: body[key] for key in _KEYS - {"format", "digest"}}
-    return CommitRecord(**given | {"drives": tuple(body["drives"]), "sums": tuple(sums)})
+    given = {key: body[key] for key in body.keys() - {"format", "digest"}}
+    lists = {"drives": tuple(body["drives"]), "extent_bytes": tuple(body.get("extent_bytes", ()))}
+    return CommitRecord(**given | lists | {"sums": tuple(sums)})
 
 
 def read_records(directory: Path) -> list[CommitRecord]:
@@ -187,6 +194,7 @@ def _encode(record: CommitRecord) -> bytes:
     assert words.itemsize == 8
     body = {"format": FORMAT_VERSION} | {each.name: getattr(record, each.name) for each in fields(record)}
     body |= {"drives": list(record.drives), "meta": dict(record.meta)}
+    body["extent_bytes"] = list(record.extent_bytes)
     body["sums"] = base64.b64encode(words.tobytes()).decode()
     text = json.dumps(body, indent=1, allow_nan=False)
     assert json.loads(text) == body, "the meta of a commit must be plain JSON values with string keys"

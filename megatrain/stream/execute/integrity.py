@@ -81,6 +81,11 @@ class Integrity:
         if self.cause is not None:
             raise TornStateError.after(self.cause, _WAY_OUT) from self.cause
 
+    def condemn(self, error: BaseException) -> None:
+        """Let nothing go on from this state, though every change of it may be done."""
+        if self.cause is None:
+            self.cause = error
+
     # -- changes --------------------------------------------------------------------------------------------
 
     @contextmanager

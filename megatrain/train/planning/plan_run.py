@@ -21,6 +21,7 @@ from megatrain.hardware import GIB, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
 from megatrain.plan.cost.passes import Passes
+from megatrain.plan.cost.watching import Watching, watching
 from megatrain.plan.search.micro_batches import in_smaller_micro_batches
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
@@ -63,6 +64,11 @@ class Planned:
     space: Space | None = None
     """The room in the run directory; None: it is on another machine, or its file system does not say."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def watching(self) -> Watching:
+        """What is watched of the state in RAM."""
+        return watching(self.plan, self.request.step(self.plan.choice), self.config.memory.watch)
 
     def evaluation_s(self, num_micro_batches: int) -> float:
         """Return the seconds in which so many micro-batches pass without gradients."""
