@@ -54,7 +54,7 @@ parity: triton
 	$(BIN)/python -m tests.host_device.build
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m parity
 
-# What takes long because its rows are: trained on the CPU, killed, and gone on with; about ten minutes on one idle core.
+# What takes long: rows of 131,072 tokens that are trained through kills (ten minutes on one idle core), a million odd inputs.
 soak: setup
 	$(BIN)/python -m pytest -q -m soak
 

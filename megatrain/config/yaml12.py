@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=True)  # a value that is inside itself is then an error
-        except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError, OverflowError) as error:
             if not isinstance(node, yaml.ScalarNode):
                 raise
             problem = f"{_shown(node.value)} is no value of the type {node.tag.rpartition(':')[2]}"

@@ -245,6 +245,7 @@ def doubled(num_lines: int, *, times: int = 2) -> str:
         ("model: \ud7ff\x07", ["special characters"]),
         ("model:\n  path: !!bool zz\n", ["line 2", "'zz' is no value of the type bool"]),
         ("model: !!timestamp 99\n", ["line 1", "'99' is no value of the type timestamp"]),
+        ("model: !!float ''\n", ["line 1", "'' is no value of the type float"]),
         ("model: !!map [1]\n", ["line 1", "expected a mapping"]),
         ("model: &again [*again]\n", ["line 1", "recursive"]),
         ("out: " + "[" * 5000, ["line 1", "more than 64 deep"]),
