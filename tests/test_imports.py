@@ -34,7 +34,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("layout",),
         ("hardware", "config"),
         ("files", "hub", "recipes", "objective"),
-        ("errors", "lazy", "versions"),
+        ("errors", "filesystems", "lazy", "versions"),
     ),
     "megatrain.model": (("profile",), (OWN,), ("weights",)),
     "megatrain.store": ((OWN,), ("drives",)),

@@ -114,10 +114,12 @@ def train(
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
                     signals.close()  # an export may be interrupted
-                    if best is not None:
-                        final = find_best(directory.checkpoints, best)
-                    unfinished = directory.path / ".hf-partial"
-                    export_model(final, directory.model, unfinished, card=model_card(directory.path))
+                    with directory.found():
+                        final = directory.checkpoints / final.name
+                        if best is not None:
+                            final = find_best(directory.checkpoints, best)
+                        unfinished = directory.path / ".hf-partial"
+                        export_model(final, directory.model, unfinished, card=model_card(directory.path))
                 # the first rank removes the state of its node, and ends in an error where the run goes on
                 is_done = is_first or (ranks.node > 0 and (run.is_complete or tracker.has_stopped))
             finally:
@@ -292,14 +294,15 @@ def _save(run: Run, directory: RunDirectory) -> Path:
     path, began_s = None, time.monotonic()
     with run.moving(f"saving step {run.step}"):
         if run.ranks.rank == 0:
-            path = save(
-                directory.checkpoints,
-                step=run.step,
-                write=run.write,
-                meta=meta,
-                keep_last=keep_last,
-                keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
-            )
+            with directory.found():
+                path = save(
+                    directory.checkpoints,
+                    step=run.step,
+                    write=run.write,
+                    meta=meta,
+                    keep_last=keep_last,
+                    keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
+                )
         elif run.engine.host.is_read_by_all:
             lend_state(run.engine)
         saved = Path(run.ranks.tell(None if path is None else str(path)))

@@ -36,7 +36,7 @@ def find_checkpoint(
         OutputError: The wish is `no`, and the directory holds a run.
     """
     if resume == "no":
-        if directory.is_run:
+        if directory.is_run or find(directory.checkpoints):
             raise OutputError(
                 f"{directory.path} holds a run already; give a new directory with --out, or use --resume auto"
             )

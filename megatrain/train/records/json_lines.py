@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatrain import files
-from megatrain.errors import OutputError, os_errors
+from megatrain.errors import OutputError, os_errors, warn_once
+
+_log = logging.getLogger(__name__)
 
 _Self = TypeVar("_Self", bound="JsonLines")
 
@@ -45,6 +48,7 @@ class JsonLines:
         """
         self._path = path
         descriptor = files.open_to_append(path)
+        self._folder = os.stat(path.parent)
         try:
             if not cut(descriptor, path):
                 files.system.close(descriptor)
@@ -64,7 +68,11 @@ class JsonLines:
         row = {name: _finite(value) for name, value in values.items()}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         with os_errors("write", self._path):
-            size = os.fstat(self._descriptor).st_size
+            status = os.fstat(self._descriptor)
+        if not status.st_nlink:
+            self._make_again()
+            status = os.fstat(self._descriptor)
+        size = status.st_size
         try:
             files.write_all(self._descriptor, memoryview(line), self._path)
         except OutputError:
@@ -72,6 +80,21 @@ class JsonLines:
                 files.system.truncate(self._descriptor, size)
             raise
         return row
+
+    def _make_again(self) -> None:
+        """Begin a file anew that was removed under this one, unless its directory is another one now."""
+        try:
+            is_there = os.path.samestat(os.stat(self._path.parent), self._folder)
+        except OSError:
+            is_there = False
+        if not is_there:
+            warn_once(_log, f"{self._path} was removed with its directory; its rows are kept nowhere")
+            return
+        _log.warning("%s was removed; it is begun anew, without the rows that it had", self._path)
+        descriptor = files.open_to_append(self._path)
+        with contextlib.suppress(OSError):  # nobody will read what was written to it
+            files.system.close(self._descriptor)
+        self._descriptor = descriptor
 
     def close(self) -> None:
         """Close the file.
