@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # compiled once, not by each process that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test check lint docs pages models parity soak triton clean
+.PHONY: setup demo test check lint audit docs pages models parity soak triton clean
 
 setup: $(STAMP)
 
@@ -30,7 +30,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test docs
+check: lint test docs audit
+
+# Known faults of the packages in use. Where no index can be asked, a line says that it was skipped.
+audit: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit >/dev/null 2>&1 || true
+	@$(BIN)/python -m tests.audit
 
 # The site in build/site; `make test` builds it too.
 docs: setup
