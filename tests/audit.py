@@ -26,13 +26,17 @@ def audit() -> int:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         print(f"audit: skipped, since pip-audit could not ask an index ({said[:200]})")
         return 0
-    packages = report["dependencies"]
+    packages = [package for package in report["dependencies"] if "skip_reason" not in package]
+    num_unknown = len(report["dependencies"]) - len(packages)
+    if not packages:
+        print(f"audit: skipped, since the index knows none of {num_unknown} packages")
+        return 0
     faults = [(package, fault) for package in packages for fault in package.get("vulns", ())]
     for package, fault in faults:
         mended = " or ".join(fault.get("fix_versions") or ["no version yet"])
         print(f"audit: {package['name']} {package['version']} has {fault['id']}; mended in {mended}")
     if not faults:
-        print(f"audit: nothing is known of {len(packages)} packages")
+        print(f"audit: no fault is known of {len(packages)} packages; {num_unknown} are not in the index")
     return 1 if faults else 0
 
 

@@ -22,12 +22,23 @@ FOUND = (
 @pytest.mark.parametrize(
     ("out", "error", "code", "said"),
     [
-        (CLEAN, "No known vulnerabilities found", 0, "audit: nothing is known of 2 packages\n"),
+        (
+            CLEAN,
+            "No known vulnerabilities found",
+            0,
+            "audit: no fault is known of 1 packages; 1 are not in the index\n",
+        ),
         (
             FOUND,
             "Found 2",
             1,
             "audit: a 1 has CVE-1; mended in 2\naudit: a 1 has CVE-2; mended in no version yet\n",
+        ),
+        (
+            CLEAN.replace('"vulns": []', '"skip_reason": "x"'),
+            "",
+            0,
+            "skipped, since the index knows none of 2 packages\n",
         ),
         ("", "log\nNo module named pip_audit", 0, "an index (No module named pip_audit)\n"),
         ("", "", 0, "audit: skipped, since pip-audit could not ask an index (it said nothing)\n"),
