@@ -30,9 +30,10 @@ LONGEST_S = 5.0
 _LONGEST_SENTENCE = 50_000
 _REPORTED = 5
 _OWN = Path(__file__).parents[2]
+_FACTS = ("/proc", "/sys", "/usr/share/zoneinfo")
 _CODE = tuple(
     os.path.realpath(path) + os.sep
-    for path in {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, str(_OWN), "/proc", "/sys"}
+    for path in {*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix, str(_OWN), *_FACTS}
 )
 """The places of code and of the machine's facts, which any reader may look at."""
 _FORBIDDEN = (

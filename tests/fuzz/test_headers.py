@@ -41,7 +41,7 @@ def damaged(random: Random) -> bytes:
         header += b" " * (-len(header) % 8) * (kind == 2)
     length = len(header)
     if random.random() < 0.1:
-        length = random.choice((0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1))
+        length = random.choice((0, 1, max(0, length - 1), length + 1, 2**31, 2**63, 2**64 - 1))
     return length.to_bytes(8, "little") + header + data
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from megatrain.errors import ModelError, first_line, os_errors
+from megatrain.errors import NO_TENSOR, ModelError, first_line, os_errors
 from megatrain.files import open_safetensors
 from megatrain.model.weights.convert import Source
 
@@ -91,6 +91,6 @@ def read_tensor(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
     try:
         with os_errors("read", source.file, ModelError):
             tensor: torch.Tensor = handles[source.file].get_tensor(source.key)
-    except (SafetensorError, RuntimeError) as error:
+    except (SafetensorError, *NO_TENSOR) as error:
         raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
     return tensor
