@@ -52,7 +52,13 @@ def deep(depth: int, kind: str) -> Any:
 
 def mutated_value(random: Random, value: Any, num: int = 0) -> Any:
     """Return plain values with some of them replaced, removed, doubled, renamed, exchanged or wrapped."""
-    value = copy.deepcopy(value)
+    try:
+        return _mutated(random, copy.deepcopy(value), num)
+    except RecursionError:  # deep values have come into each other
+        return deep(300, "[")
+
+
+def _mutated(random: Random, value: Any, num: int) -> Any:
     for _ in range(num or 1 + int(random.expovariate(1.0))):
         places: list[tuple[Any, Any]] = []
         _collect(value, places)
