@@ -45,7 +45,7 @@ def read(config: Config, manifest: Path, whole: dict[str, Any], random: Random) 
 
 
 @pytest.mark.filterwarnings("ignore")
-@counts(sample=12, soak=1500)
+@counts(sample=8, soak=1500)
 def test_any_record_of_a_run_is_gone_on_with_or_refused(
     tmp_path: Path, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def read(folder: Path, random: Random) -> None:
         file.unlink()
 
 
-@counts(sample=3000, soak=250_000)
+@counts(sample=2000, soak=250_000)
 def test_any_rows_are_read_or_refused(tmp_path: Path, num: int) -> None:
     (tmp_path / "outside.txt").write_text("not a row")
     assert attack(num, partial(read, tmp_path), tmp_path) > num // 4

@@ -145,7 +145,7 @@ def read_values(random: Random) -> None:
         build_config(values)
 
 
-@counts(sample=1500, soak=100_000)
+@counts(sample=700, soak=100_000)
 def test_settings_of_any_values_are_read_or_refused(tmp_path: Path, num: int) -> None:
     assert attack(num, read_values, tmp_path) > num // 2
 
@@ -191,7 +191,7 @@ def read_overrides(random: Random) -> None:
     build_config(raw, source=source or "arguments")
 
 
-@counts(sample=1500, soak=70_000)
+@counts(sample=800, soak=70_000)
 def test_any_override_is_read_or_refused(tmp_path: Path, num: int) -> None:
     assert len(KEYS) > 80
     assert issubclass(ConfigError, Exception)

@@ -15,6 +15,8 @@ from megatrain.errors import NO_TENSOR, ModelError, first_line, os_errors
 from megatrain.files import open_safetensors
 from megatrain.model.weights.convert import Source
 
+_MOST_JSON_BYTES = 256 * 2**20
+
 
 @contextlib.contextmanager
 def open_weights(file: Path) -> Iterator[Any]:
@@ -38,9 +40,11 @@ def read_json(file: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        ModelError: The file is not there, or is no JSON.
+        ModelError: The file is not there, is no JSON, or is larger than an index of millions of tensors.
     """
     try:
+        if file.stat().st_size > _MOST_JSON_BYTES:
+            raise ModelError(f"{file} is larger than {_MOST_JSON_BYTES >> 20} MiB, and no JSON of a model is")
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error

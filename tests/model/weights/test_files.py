@@ -320,6 +320,12 @@ def test_an_index_that_leaves_the_directory_is_refused(sharded_llama: Path, name
     _refuse(sharded_llama, "it must be a .safetensors file of the directory")
 
 
+def test_an_index_that_is_far_too_large_is_not_read(sharded_llama: Path) -> None:
+    with open(sharded_llama / "model.safetensors.index.json", "r+b") as file:
+        file.truncate(2**28 + 1)  # without taking room
+    _refuse(sharded_llama, "is larger than 256 MiB")
+
+
 def test_an_index_with_a_name_that_no_disk_has_is_refused(sharded_llama: Path) -> None:
     _edit_index(sharded_llama, {"model.norm.weight": "a" * 300 + ".safetensors"})
     _refuse(sharded_llama, "File name too long")
