@@ -7,6 +7,7 @@ may be.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 from collections.abc import Collection, Iterator, Mapping
@@ -26,6 +27,8 @@ from megatrain.hardware.cores import allowed_cpus
 from megatrain.train.records.lock import is_locked, lock, place_of
 from megatrain.train.records.shareable import without_home
 from megatrain.versions import versions_of
+
+_log = logging.getLogger(__name__)
 
 _OURS = {
     "config.yaml",
@@ -160,12 +163,16 @@ class RunDirectory:
         """Let the body write into the directory wherever it is now, and end the run where it was taken away.
 
         A directory that was moved is written where it is. One that was removed is made again, under another
-        name if something else has its name now. The paths of this object lead there.
+        name if something else has its name now. The paths of this object lead there. Settings that were
+        removed are written again.
 
         Raises:
             OutputError: The directory is not in its place; the body has written what it wanted.
         """
         if self._is_in_place():
+            if self._begun is not None and not self.is_run:
+                _log.warning("%s was removed; it is written again", self.config)
+                self.begin(*self._begun)
             yield
             return
         said = self._follow()

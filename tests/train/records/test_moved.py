@@ -99,6 +99,16 @@ def test_a_removed_directory_is_made_again_and_goes_on(tmp_path: Path, weights: 
     require_same(run, weights)
 
 
+def test_settings_that_are_removed_are_written_again(
+    tmp_path: Path, weights: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tmp_path / "run/config.yaml"
+    train(make_config(tmp_path, **SETTINGS), callbacks=[Disturber(3, settings.unlink)])
+    require_same(tmp_path / "run", weights)
+    assert f"{settings} was removed; it is written again" in caplog.text
+    assert settings.stat().st_mode & 0o777 == 0o600
+
+
 def test_what_stands_in_its_place_is_left_alone(tmp_path: Path, weights: dict[str, Any]) -> None:
     run = tmp_path / "run"
 
