@@ -239,7 +239,9 @@ def test_size_means_what_it_looks_like(value: object, nbytes: int) -> None:
     assert parse_bytes(value, "--ram") == nbytes
 
 
-@pytest.mark.parametrize("value", ["-5GiB", "5GX", "", "0.1B", "lots", -1, 1.5, True, None])
+@pytest.mark.parametrize(
+    "value", ["-5GiB", "5GX", "5iB", "9" * 400 + "B", "", "0.1B", "lots", -1, 1.5, True, None]
+)
 def test_size_that_is_none_is_one_sentence(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^--ram is .*; use bytes or a size such as 24GiB or 8TB$"):
         parse_bytes(value, "--ram")
