@@ -220,6 +220,16 @@ def test_all_problems_are_named_at_once() -> None:
     ]
 
 
+def test_of_many_problems_the_first_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, f"model: {{path: m}}\ndata: {{path: d}}\nlog: {{webhook_on: {[0] * 300}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    problems = str(caught.value).splitlines()
+    assert "problems:" in problems[0]
+    assert len(problems) == 32
+    assert re.fullmatch(r"  - and 27\d more", problems[-1])
+
+
 def doubled(num_lines: int, *, times: int = 2) -> str:
     """Return lines of YAML, each a list of the one before, twice: the last one stands for 2^n values."""
     lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * times)}]" for n in range(1, num_lines)]
