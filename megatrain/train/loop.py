@@ -23,7 +23,7 @@ from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import require_checkpoint
-from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.recovery import check_divergence, resume_point_told
 from megatrain.train.report.card import model_card
@@ -122,6 +122,9 @@ def train(
                         export_model(final, directory.model, unfinished, card=model_card(directory.path))
                 # the first rank removes the state of its node, and ends in an error where the run goes on
                 is_done = is_first or (ranks.node > 0 and (run.is_complete or tracker.has_stopped))
+            except MovedError:
+                is_done = True  # all is saved, and state on drives belongs to the directory's old name
+                raise
             finally:
                 run.engine.close(removes=is_done)
     if is_first:

@@ -44,6 +44,10 @@ _OURS = {
 }
 
 
+class MovedError(OutputError):
+    """The run directory is not where it was when the run began; what was to be written is elsewhere."""
+
+
 class RunDirectory:
     """Paths of a run, and what may be written there."""
 
@@ -167,7 +171,8 @@ class RunDirectory:
         removed are written again.
 
         Raises:
-            OutputError: The directory is not in its place; the body has written what it wanted.
+            MovedError: The directory is not in its place; the body has written what it wanted.
+            OutputError: The directory cannot be looked at, or none can be made.
         """
         if self._is_in_place():
             if self._begun is not None and not self.is_run:
@@ -177,7 +182,7 @@ class RunDirectory:
             return
         said = self._follow()
         yield
-        raise OutputError(said)
+        raise MovedError(said)
 
     def _is_in_place(self) -> bool:
         """Return whether the path leads to the directory that is locked."""

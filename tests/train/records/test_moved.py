@@ -17,6 +17,7 @@ from megatrain import files
 from megatrain.checkpoint.load import find, verify
 from megatrain.errors import OutputError, warn_once
 from megatrain.filesystems import filesystem_of, filesystem_of_device, named_filesystem
+from megatrain.store.drives.record import RECORD_NAME
 from megatrain.train.loop import train
 from megatrain.train.records import lock as lock_module
 from megatrain.train.records.directory import RunDirectory
@@ -87,6 +88,26 @@ def test_a_moved_directory_has_the_state_and_goes_on(tmp_path: Path, weights: di
     train(make_config(tmp_path, "kept/elsewhere", **SETTINGS))
     require_same(moved, weights)
     assert [row["step"] for row in read_rows(moved / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_moved_run_with_state_on_drives_goes_on_under_its_new_name(tmp_path: Path) -> None:
+    """State on drives belongs to a name: it goes when a checkpoint has all of it."""
+    memory = {"activations": "recompute", "fragments": False}
+    settings = {**SETTINGS, "train": {"steps": 6, "precision": "bf16", "device": "emulated"}}
+    train(make_config(tmp_path, "whole", **settings, memory=memory))
+    drive = tmp_path / "drive"
+    settings["memory"] = {**memory, "tiers": {"ram": 540_000, "nvme": [str(drive)]}}
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move() -> None:
+        assert (drive / RECORD_NAME).exists()
+        run.rename(moved)
+
+    with pytest.raises(OutputError, match=f"--out {moved}"):
+        train(make_config(tmp_path, **settings), callbacks=[Disturber(3, move)])
+    assert list(drive.iterdir()) == []
+    train(make_config(tmp_path, "moved", **settings))
+    require_same(moved, load_file(tmp_path / "whole/hf/model.safetensors"))
 
 
 def test_a_removed_directory_is_made_again_and_goes_on(tmp_path: Path, weights: dict[str, Any]) -> None:
