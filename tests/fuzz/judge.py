@@ -1,14 +1,15 @@
 """Gives many odd inputs to a reader, and says which of them end otherwise than in a sentence.
 
 A reader may return, or raise a `MegatrainError`. It may not raise anything else, take more than five seconds
-of the processor, open a file outside of the roots, connect to anything, or start a process. What Python does
-is seen by an audit hook; code in Rust and C++ opens files unseen, so tests put a file there which must not be
-read. Every input follows from its seed, which a failure names.
+of the processor or a GiB of memory, open a file outside of the roots, connect to anything, or start a
+process. What Python does is seen by an audit hook; code in Rust and C++ opens files unseen, so tests put a
+file there which must not be read. Every input follows from its seed, which a failure names.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import sysconfig
@@ -27,6 +28,8 @@ from megatrain.errors import MegatrainError
 
 LONGEST_S = 5.0
 """The longest time of the processor for one input."""
+MOST_BYTES = 2**30
+"""The most memory that inputs may take beside what the process had, libraries that are loaded included."""
 _LONGEST_SENTENCE = 50_000
 _REPORTED = 5
 _OWN = Path(__file__).parents[2]
@@ -76,6 +79,7 @@ def attack(num: int, one: Callable[[Random], object], *roots: Path) -> int:
     __tracebackhide__ = True
     bad: dict[str, str] = {}
     num_refused = 0
+    before_bytes = _most_bytes()
     first = int(os.environ.get("MEGATRAIN_FUZZ_SEED", "0"))
     with _watched(roots) as seen, _ends_hangs():
         for seed in range(first, first + num):
@@ -97,6 +101,9 @@ def attack(num: int, one: Callable[[Random], object], *roots: Path) -> int:
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
             took_s = time.process_time() - began_s
+            if (taken := _most_bytes() - before_bytes) > MOST_BYTES:
+                faults.append(f"{taken >> 20:,} MiB of memory were taken")
+                before_bytes += taken
             if took_s > LONGEST_S:
                 faults.append(f"it took {took_s:.1f} s")
             for fault in [*faults, *seen]:
@@ -109,6 +116,11 @@ def attack(num: int, one: Callable[[Random], object], *roots: Path) -> int:
             "\n".join([f"of {seed - first + 1} inputs some ended badly:", *bad.values()]), pytrace=False
         )
     return num_refused
+
+
+def _most_bytes() -> int:
+    """Return the most memory that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _told(seed: int, error: BaseException) -> str:

@@ -99,6 +99,8 @@ def read_entry(folder: Path, random: Random) -> None:
 
 @counts(sample=1000, soak=50_000)
 def test_any_list_of_data_sets_is_read_or_refused(tmp_path: Path, num: int) -> None:
+    folder = tmp_path / "inner/most"  # names such as ../.. lead to the directory of the test
+    folder.mkdir(parents=True)
     row = {"instruction": "a", "output": "b", "conversations": [{"from": "human", "value": "q"}] * 2}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    assert attack(num, partial(read_entry, tmp_path), tmp_path) > num // 4
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert attack(num, partial(read_entry, folder), tmp_path) > num // 4

@@ -46,9 +46,14 @@ def _fails(random: Random) -> None:
     raise KeyError("member")
 
 
+def _takes(random: Random) -> None:
+    assert len(bytes(2**26)) == 2**26
+
+
 @pytest.mark.parametrize(
     ("one", "said"),
     [
+        (_takes, "MiB of memory"),
         (_opens, "open /etc/hostname outside of"),
         (_runs, "subprocess.Popen"),
         (_lasts, "Hang"),
@@ -58,6 +63,9 @@ def _fails(random: Random) -> None:
 )
 def test_each_fault_is_seen(one: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "LONGEST_S", 0.05)
+    taken = iter(range(0, 2**40, 2**31))
+    if one is _takes:
+        monkeypatch.setattr(judge, "_most_bytes", lambda: next(taken))
     with pytest.raises(pytest.fail.Exception, match=said):
         attack(1, one, tmp_path)  # type: ignore[arg-type]
 
