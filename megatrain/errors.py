@@ -19,6 +19,9 @@ _ON_DEVICE = re.compile(r"CUDA error: out of memory|CUDA out of memory|XPU out o
 _PLACE = re.compile(r"^\[enforce fail at [^\]]*\][^.]*\. ")
 _SMALLER = "close what else takes memory, or use a smaller model, shorter sequences or fewer rows at a time"
 
+NO_TENSOR = (RuntimeError, TypeError, ValueError, OverflowError)
+"""The errors of torch about a tensor of a file that it cannot make, such as an empty one of a huge shape."""
+
 _NUMBER = re.compile(r"\(os error ([0-9]+)\)|: [^:]+ \(([0-9]+)\)$")
 """The number of an error of the system, in the words of Rust and of torch."""
 

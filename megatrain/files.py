@@ -22,7 +22,8 @@ from typing import Any
 
 import xxhash
 
-from megatrain.errors import os_error_of, os_errors
+from megatrain.errors import os_error_of, os_errors, warn_once
+from megatrain.filesystems import named_filesystem
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +177,13 @@ def fsync_directory(path: Path) -> None:
         try:
             system.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            logger.warning("the filesystem of %s cannot make names durable; a power cut may lose them", path)
+            warn_once(
+                logger,
+                f"the file system {named_filesystem(path)} cannot make names durable: a power cut may lose "
+                "new files",
+            )
 
 
 def rename(source: Path, target: Path) -> None:
@@ -327,12 +332,36 @@ def replacing(path: Path) -> Iterator[int]:
         finally:
             with os_errors("write", path):
                 system.close(descriptor)
-        rename(temporary, path)
+        _replace(path, temporary)
     except BaseException:
         with contextlib.suppress(OSError):
             system.unlink(temporary)
         raise
     fsync_directory(path.parent)
+
+
+def _replace(path: Path, temporary: Path) -> None:
+    """Give a new file its name; a file that has it goes, at once where the file system can do that."""
+    with os_errors(f"rename {temporary.name} to", path):
+        try:
+            system.rename(temporary, path)
+        except OSError as error:
+            cannot_replace = error.errno in (errno.EEXIST, errno.ENOTSUP, errno.ENOSYS)
+            if not cannot_replace or not stat.S_ISREG(path.lstat().st_mode):
+                raise
+            warn_once(
+                logger,
+                f"on the file system {named_filesystem(path.parent)} no file can take another's name at "
+                "once; a crash at that moment leaves both under names that end with .tmp- and digits",
+            )
+            old = path.with_name(f".{path.name}{_TEMPORARY}{secrets.token_hex(4)}")
+            system.rename(path, old)
+            try:
+                system.rename(temporary, path)
+            except OSError:
+                system.rename(old, path)
+                raise
+            system.unlink(old)
 
 
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:

@@ -33,7 +33,7 @@ from megatrain.recipes import recipes
 from megatrain.train.shutdown import EXIT_STOPPED
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")] + sorted(
     ROOT.glob("docs/*.md")
 )
 CONFIGS = [*recipes().values()]

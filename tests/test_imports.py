@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatrain"
+SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
+YAML = "megatrain.config.yaml12"
+"""The one reader of YAML, whose loader makes plain values only."""
 
 OWN = "."
 """In `FLOORS`: the folder's own files, which import each other as long as there is no circle."""
@@ -31,7 +34,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("layout",),
         ("hardware", "config"),
         ("files", "hub", "recipes", "objective"),
-        ("errors", "lazy", "versions"),
+        ("errors", "filesystems", "lazy", "versions"),
     ),
     "megatrain.model": (("profile",), (OWN,), ("weights",)),
     "megatrain.store": ((OWN,), ("drives",)),
@@ -217,12 +220,18 @@ def forbidden(source: str, module: str) -> list[str]:
                 problems.append(f"{module}:{node.lineno} uses {spelled}, which executes text")
             if used in ("torch.load", "torch.serialization.load"):
                 problems.append(f"{module}:{node.lineno} uses {spelled}, which unpickles; read safetensors")
+            if used in SHELLS:
+                problems.append(f"{module}:{node.lineno} uses {spelled}, which runs a shell")
+            if used.startswith("yaml.") and used.endswith(("load", "load_all")) and module != YAML:
+                problems.append(f"{module}:{node.lineno} uses {spelled}; read YAML by {YAML}")
+            if used in ("yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader", "yaml.unsafe_load"):
+                problems.append(f"{module}:{node.lineno} uses {spelled}, which makes objects")
             if used in ("print", "builtins.print") and not module.startswith("megatrain.cli"):
                 problems.append(f"{module}:{node.lineno} uses print; log, or return what the command prints")
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:
                 is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-                if keyword.arg in ("trust_remote_code", "allow_pickle") and not is_off:
+                if keyword.arg in ("trust_remote_code", "allow_pickle", "shell") and not is_off:
                     problems.append(f"{module}:{node.lineno} sets {keyword.arg} to something else than False")
     return problems
 
@@ -397,6 +406,10 @@ def test_names_of_a_folder_count_as_its_init() -> None:
         "f(trust_remote_code=True)",
         "f(trust_remote_code=wanted)",
         "f(allow_pickle=True)",
+        "import subprocess\nsubprocess.run(command, shell=True)",
+        "import os\nos.system(command)",
+        "import yaml\nyaml.safe_load(text)",
+        "import yaml as y\ny.load(text, Loader=y.UnsafeLoader)",
     ],
 )
 def test_forbidden_call_is_found(source: str) -> None:

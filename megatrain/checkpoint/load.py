@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatrain import files
 from megatrain.checkpoint import format
 from megatrain.checkpoint.comparison import check_size, compare
-from megatrain.errors import CheckpointError, os_errors, os_sentence
+from megatrain.errors import NO_TENSOR, CheckpointError, first_line, os_errors, os_sentence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,7 +239,8 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         with os_errors("read the tensors in", path, CheckpointError):
             yield
-    except SafetensorError as error:
+    except (SafetensorError, *NO_TENSOR) as error:
         raise CheckpointError(
-            f"megatrain cannot read the tensors in {path}: {error}; restore it, or resume from another"
+            f"megatrain cannot read the tensors in {path}: {first_line(error)}; restore it, or resume from "
+            "another"
         ) from error

@@ -20,6 +20,9 @@ from megatrain.recipes import place, recipes
 
 _log = logging.getLogger(__name__)
 
+_MOST_SHOWN = 30
+"""The number of problems that are listed; a list of values may have one for each of them."""
+
 _OF_DATA = (".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz")
 """The endings of names that a CONFIG never has."""
 
@@ -149,7 +152,9 @@ def _is_empty(key: str, value: object) -> bool:
 def _as_error(source: str, problems: Sequence[str]) -> ConfigError:
     if len(problems) == 1:
         return ConfigError(f"{source}: {problems[0]}")
-    return ConfigError("\n  - ".join([f"{source} has {len(problems)} problems:", *problems]))
+    shown, num_more = problems[:_MOST_SHOWN], len(problems) - _MOST_SHOWN
+    more = [f"and {num_more} more"] if num_more > 0 else []
+    return ConfigError("\n  - ".join([f"{source} has {len(problems)} problems:", *shown, *more]))
 
 
 def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +68,7 @@ def _read(key: str, value: object) -> bool | int | float:
             return value
         raise ConfigError(f"truncate is {value!r}; use true or false")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise ConfigError(f"{key} is {value!r}; use a number above 0")
     if key == "original_max_position_embeddings":
         if isinstance(value, int):

@@ -110,6 +110,11 @@ class PackedLoader:
                     f"data.{name} is {ours}, but the run being resumed used {state[name]}; restore it, "
                     "or start a new run in another output directory"
                 )
+        if not 0 <= int(state["position"]) <= len(self.rows):
+            raise DataError(
+                f"the run being resumed is at row {state['position']} of its data, which have "
+                f"{len(self.rows)}; resume from another checkpoint"
+            )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.filesystems import filesystem_of_device
 from megatrain.hardware.system_files import text_of
 
 ROOT = Path("/")
@@ -42,7 +43,7 @@ def block_device(path: Path, root: Path = ROOT, number: tuple[int, int] | None =
         existing = next((level for level in (path, *path.absolute().parents) if level.exists()), Path("/"))
         device = os.stat(existing).st_dev
         number = os.major(device), os.minor(device)
-    file_system = _file_system(root, number)
+    file_system = filesystem_of_device(number, root)
     folder = _disk(root / f"sys/dev/block/{number[0]}:{number[1]}")
     if folder is None:
         return BlockDevice(
@@ -74,15 +75,6 @@ def _disk(link: Path) -> Path | None:
     if below:
         folder = below[0].resolve()
     return folder.parent if (folder / "partition").exists() else folder
-
-
-def _file_system(root: Path, number: tuple[int, int]) -> str:
-    """Return the type of the file system that is mounted from a device, `unknown` if none is."""
-    for line in text_of(root / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2:3] == [f"{number[0]}:{number[1]}"] and after:
-            return after.split()[0]
-    return "unknown"
 
 
 def _written(folder: Path) -> int | None:

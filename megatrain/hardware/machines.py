@@ -24,6 +24,7 @@ _BUNDLED = Path(__file__).parent / "machines"
 _DTYPES = ("bf16", "fp32")
 _LARGEST = 1e30
 """No figure of a machine is larger, and arithmetic with it does not overflow."""
+_MOST_BYTES = 2**20
 _Reader = Callable[[str, Any], Any]
 """Takes the name of a field, for errors, and its JSON value; returns the value of the dataclass."""
 
@@ -74,7 +75,11 @@ def read_json(path: Path, *, source: str) -> object:
         ConfigError: The file cannot be read, or is not such a file.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+        with open(path, "rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"{source} is larger than 1 MiB, and no machine file is; check the path")
+        return json.loads(content.decode(), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise ConfigError(f"the machine file {source} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

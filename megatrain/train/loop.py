@@ -21,7 +21,7 @@ from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.space import require_space, space_of
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import require_checkpoint
-from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.recovery import check_divergence, resume_point_told
 from megatrain.train.report.card import model_card
@@ -117,12 +117,17 @@ def train(
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
                     signals.close()  # an export may be interrupted
-                    if best is not None:
-                        final = find_best(directory.checkpoints, best)
-                    unfinished = directory.path / ".hf-partial"
-                    export_model(final, directory.model, unfinished, card=model_card(directory.path))
+                    with directory.found():
+                        final = directory.checkpoints / final.name
+                        if best is not None:
+                            final = find_best(directory.checkpoints, best)
+                        unfinished = directory.path / ".hf-partial"
+                        export_model(final, directory.model, unfinished, card=model_card(directory.path))
                 # the first rank removes the state of its node, and ends in an error where the run goes on
                 is_done = is_first or (ranks.node > 0 and (run.is_complete or tracker.has_stopped))
+            except MovedError:
+                is_done = True  # all is saved, and state on drives belongs to the directory's old name
+                raise
             finally:
                 run.engine.close(removes=is_done)
     if is_first:

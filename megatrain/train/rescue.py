@@ -22,15 +22,15 @@ from megatrain.config.choice import Updates
 from megatrain.errors import CallbackError, DivergedError, HardwareError, MegatrainError, RankError, as_ours
 from megatrain.train.last_good import LastGood
 from megatrain.train.out_of_memory import memory_error
-from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.recovery import newest_point
 from megatrain.train.run import Run
 
 _log = logging.getLogger(__name__)
 
-_TOLD = (DivergedError, RankError, CallbackError, HardwareError)
-"""The errors that say themselves what is saved: a run that diverged, or whose machine changed a value, goes back,
-and what a callback's error leaves is saved."""
+_TOLD = (DivergedError, RankError, CallbackError, HardwareError, MovedError)
+"""The errors that say themselves what is saved: a run that diverged, or whose machine changed a value, goes
+back; what a callback's error leaves is saved, and so is what a directory that was moved leaves."""
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from megatrain.train.evaluate.best_tracker import BestTracker
 from megatrain.train.outputs.export import best_step, find_best, is_exported
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.resume.point import ResumePoint
+from megatrain.train.resume.record import require_record
 from megatrain.train.resume.state_commits import find_commit
 from megatrain.train.shards import decided_shards
 
@@ -31,19 +32,22 @@ def find_checkpoint(
         digests: Whether digests are checked, as in `verify`; else damaged checkpoints are skipped silently.
 
     Raises:
-        CheckpointError: The named checkpoint is damaged, or is a directory of several, or none of the run's
-            checkpoints is whole.
+        CheckpointError: The named checkpoint is damaged, or is a directory of several, none of the run's
+            checkpoints is whole, or what is found has no record of a run.
         OutputError: The wish is `no`, and the directory holds a run.
     """
     if resume == "no":
-        if directory.is_run:
+        if directory.is_run or find(directory.checkpoints):
             raise OutputError(
                 f"{directory.path} holds a run already; give a new directory with --out, or use --resume auto"
             )
         return None
     if resume == "auto":
         warn = _log.warning if digests else _log.debug
-        return newest_whole(directory.checkpoints, warn=warn, digests=digests)
+        found = newest_whole(directory.checkpoints, warn=warn, digests=digests)
+        if found is not None:
+            require_record(found[1].meta, found[0])
+        return found
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint directory; give one of checkpoints/step-*")
@@ -59,7 +63,9 @@ def find_checkpoint(
             f"{directory.path} has gone on to {later[0].name}, so it cannot go back to {path.name}; "
             "give another directory with --out, or remove the later checkpoints"
         )
-    return path, verify(path, digests=digests)
+    manifest = verify(path, digests=digests)
+    require_record(manifest.meta, path)
+    return path, manifest
 
 
 def point_of(
@@ -81,6 +87,8 @@ def point_of(
     """
     path, saved, step = (None, None, -1) if found is None else (found[0], found[1].meta, found[1].step)
     commit = find_commit(config, is_run=directory.is_run, held=held, saved=step) if held else None
+    if commit is not None:
+        require_record(commit.meta, "the drives")
     return ResumePoint(checkpoint=path, saved=saved, committed=None if commit is None else commit.meta)
 
 
@@ -130,7 +138,10 @@ def _has_ended(config: Config, newest: Manifest) -> bool:
     """Return whether the newest checkpoint is the last one with these settings, by step or early stop."""
     meta, train = newest.meta, config.train
     saved = meta["config"]
-    if meta.get("evaluation", {}).get("has_stopped") and saved["eval"]["patience"] == config.eval.patience:
+    if (
+        meta.get("evaluation", {}).get("has_stopped")
+        and saved["eval"].get("patience") == config.eval.patience
+    ):
         return True
     if train.steps is not None:
         return newest.step >= train.steps

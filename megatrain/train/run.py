@@ -54,6 +54,7 @@ from megatrain.train.records.events import EventLog
 from megatrain.train.records.shareable import shareable
 from megatrain.train.resume.changes import report_changes
 from megatrain.train.resume.point import NEW_RUN, ResumePoint
+from megatrain.train.resume.record import record_refused
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, tiers_of
 from megatrain.train.run_data import RunData, make_eval_sets, make_loader, read_data
@@ -308,7 +309,8 @@ def prepare(
     """
     given, checkpoint, earlier = config, point.checkpoint, point.record
     if earlier is not None:
-        config = as_begun(config, earlier["config"])
+        with record_refused(checkpoint or "the drives"):
+            config = as_begun(config, earlier["config"])
     asked, config = config, laid_out_as(point.committed, config)
     device = compute_device(config.train.device)
     if config.train.deterministic or config.train.on_spike == "replay":
@@ -448,10 +450,13 @@ def prepare(
     ):
         run.elastic = Elastic(engine, planned.request, planned.plan)
     if earlier is not None:
-        report_changes(config, earlier, model_config)
+        with record_refused(checkpoint or "the drives"):
+            report_changes(config, earlier, model_config)
     if point.committed is not None:
-        run.restore_position(point.committed)
+        with record_refused("the drives"):
+            run.restore_position(point.committed)
     elif checkpoint is not None:
         assert point.saved is not None
-        run.restore(checkpoint, point.saved)
+        with record_refused(checkpoint):
+            run.restore(checkpoint, point.saved)
     return run

@@ -15,7 +15,7 @@ from megatrain.checkpoint.saver import Saver, Wanted
 from megatrain.errors import HardwareError, OutputError
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.train.adapters import base_of
-from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.resume.contents import Contents
 from megatrain.train.resume.state import lend_state
 from megatrain.train.run import Run
@@ -102,11 +102,17 @@ class Saves:
         """Save the newest step; in the background, this returns when what is not in RAM has been copied.
 
         All ranks call it between two steps.
+
+        Raises:
+            MovedError: The run's directory is another one now, and the state is saved there.
         """
         if self._saver is None:
             self._save_now()
             return
         self._finish()
+        if not self._directory.is_in_place():
+            self._save_now()  # where it is now, or anew, and the run ends
+            return
         run = self._run
         begun = self._start()
         wanted = Wanted(
@@ -118,7 +124,8 @@ class Saves:
             keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
         )
         try:
-            self._saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
+            with self._directory.found():
+                self._saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
         except OutputError as error:
             self._failed(begun, error)
         else:
@@ -172,14 +179,17 @@ class Saves:
         with run.moving(f"saving step {run.step}"):
             if run.ranks.rank == 0:
                 try:
-                    path = save(
-                        self._directory.checkpoints,
-                        step=run.step,
-                        write=run.write,
-                        meta=meta,
-                        keep_last=self._keep_last,
-                        keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
-                    )
+                    with self._directory.found():
+                        path = save(
+                            self._directory.checkpoints,
+                            step=run.step,
+                            write=run.write,
+                            meta=meta,
+                            keep_last=self._keep_last,
+                            keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
+                        )
+                except MovedError:
+                    raise
                 except LeftOverError as left:
                     path = left.path
                     _log.warning("%s", left)

@@ -220,6 +220,22 @@ def test_all_problems_are_named_at_once() -> None:
     ]
 
 
+def test_of_many_problems_the_first_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, f"model: {{path: m}}\ndata: {{path: d}}\nlog: {{webhook_on: {[0] * 300}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    problems = str(caught.value).splitlines()
+    assert "problems:" in problems[0]
+    assert len(problems) == 32
+    assert re.fullmatch(r"  - and 27\d more", problems[-1])
+
+
+def doubled(num_lines: int, *, times: int = 2) -> str:
+    """Return lines of YAML, each a list of the one before, twice: the last one stands for 2^n values."""
+    lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * times)}]" for n in range(1, num_lines)]
+    return "\n".join(["a0: &a0 [x]", *lines])
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -239,10 +255,15 @@ def test_all_problems_are_named_at_once() -> None:
         ("model: \ud7ff\x07", ["special characters"]),
         ("model:\n  path: !!bool zz\n", ["line 2", "'zz' is no value of the type bool"]),
         ("model: !!timestamp 99\n", ["line 1", "'99' is no value of the type timestamp"]),
+        ("model: !!float ''\n", ["line 1", "'' is no value of the type float"]),
         ("model: !!map [1]\n", ["line 1", "expected a mapping"]),
         ("model: &again [*again]\n", ["line 1", "recursive"]),
         ("out: " + "[" * 5000, ["line 1", "more than 64 deep"]),
         ("out: " + "{a: " * 3000, ["line 1", "more than 64 deep"]),
+        ("train:\n  steps: 0x" + "f" * 4000, ["line 2", "'0xffff", "...' is no value of the type int"]),
+        ("out: [" + "a," * 60_000, ["line 1", "more than 50,000 values"]),
+        (doubled(30), ["line 16", "its aliases stand for", "more than 50,000 values"]),
+        (doubled(100, times=1), ["line 65", "its aliases stand for", "more than 64 deep"]),
     ],
 )
 def test_bad_file_is_named_with_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -259,6 +280,9 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_config(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigError, match=r"the configuration .* cannot be read"):
         read_config(tmp_path)
+    (tmp_path / "model.yaml").write_bytes(b"#" * (2**20 + 1))
+    with pytest.raises(ConfigError, match=r"model\.yaml is larger than 1 MiB, and no configuration is"):
+        read_config(tmp_path / "model.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"out: caf\xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml is not UTF-8 text \(byte 8\)"):
         read_config(tmp_path / "latin.yaml")

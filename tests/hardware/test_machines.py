@@ -118,6 +118,12 @@ def test_unknown_name_is_answered_with_the_nearest() -> None:
     assert "the bundled machines are 2xdgx-spark" in problem_of("zzzzzz")
 
 
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(ConfigError, match=r"model\.json is larger than 1 MiB, and no machine file is"):
+        load_machine(tmp_path / "model.json")
+
+
 def test_path_that_is_no_file_is_named(tmp_path: Path) -> None:
     assert problem_of(tmp_path / "no.json").endswith("no.json cannot be read (No such file or directory)")
     assert problem_of(tmp_path).endswith("cannot be read (Is a directory)")
@@ -233,7 +239,9 @@ def test_size_means_what_it_looks_like(value: object, nbytes: int) -> None:
     assert parse_bytes(value, "--ram") == nbytes
 
 
-@pytest.mark.parametrize("value", ["-5GiB", "5GX", "", "0.1B", "lots", -1, 1.5, True, None])
+@pytest.mark.parametrize(
+    "value", ["-5GiB", "5GX", "5iB", "9" * 400 + "B", "", "0.1B", "lots", -1, 1.5, True, None]
+)
 def test_size_that_is_none_is_one_sentence(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^--ram is .*; use bytes or a size such as 24GiB or 8TB$"):
         parse_bytes(value, "--ram")

@@ -60,7 +60,8 @@ def import_settings(theirs: Mapping[str, Any], *, source: str) -> Imported:
         _TRAINERS[trainer].translate(translation)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except (TypeError, ValueError) as error:  # a value is no such number, list or mapping
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        # the value is no such number, list or mapping
         key, value = translation.newest
         raise ConfigError(f"{source}: {key} is {value!r}, which {trainer} does not take there") from error
     settings = set_keys({}, list(translation.settings.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,7 +96,8 @@ class Fields:
         Raises:
             RowError: The value is neither text nor a number, or is text that is not Unicode.
         """
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and abs(value) <= sys.float_info.max:  # false for nan, and no conversion of a large int
             self.repairs.append("a number was taken as text")
             return json.dumps(value)
         return unicode_text(value, what)

@@ -8,8 +8,8 @@ or typed parts; reasoning in `reasoning_content`, `reasoning`, `thinking` or typ
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -217,7 +217,7 @@ def _weight(turn: Mapping[str, Any], what: str) -> float | None:
     value = next((turn[key] for key in _WEIGHT_KEYS if turn.get(key) is not None), None)
     if value is None:
         return None
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise RowError("a loss weight is not a number from 0", f"{what} has the loss weight {value!r}")
     return float(value)
 

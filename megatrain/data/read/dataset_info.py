@@ -24,7 +24,9 @@ def registry(path: str) -> Path | None:
     place = Path(path)
     file = place if place.name == FILE else place / FILE
     saved = ("state.json", "dataset_dict.json")
-    return file if file.is_file() and not any((file.parent / name).is_file() for name in saved) else None
+    with os_errors("read", path, DataError):
+        is_one = file.is_file() and not any((file.parent / name).is_file() for name in saved)
+    return file if is_one else None
 
 
 def entry_of(source: SourceConfig) -> SourceConfig:
@@ -40,7 +42,7 @@ def entry_of(source: SourceConfig) -> SourceConfig:
         raw = file.read_bytes()
     try:
         entries = json.loads(raw.decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not valid JSON ({error})") from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise DataError(f"{file} must be an object of entries, each of which is an object")
@@ -62,7 +64,7 @@ def entry_of(source: SourceConfig) -> SourceConfig:
             **_meaning(entry, where),
         }
         return SourceConfig(**(found | {key: value for key, value in own.items() if key != "path"}))
-    except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # pydantic's error is a ValueError
         raise DataError(
             f"{where} is not as LLaMA-Factory has it ({' '.join(str(error).split())[:200]})"
         ) from error

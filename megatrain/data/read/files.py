@@ -58,8 +58,15 @@ def row_files(
         streaming: Whether a dataset of the hub is read while it is downloaded.
 
     Raises:
-        DataError: The path matches nothing, or a file of a kind that is not read.
+        DataError: The path matches nothing, or a file of a kind that is not read, or no disk has such a name.
     """
+    with os_errors("read", source.path, DataError):
+        return _row_files(source, text_column=text_column, txt_by_line=txt_by_line, streaming=streaming)
+
+
+def _row_files(
+    source: SourceConfig, *, text_column: str, txt_by_line: bool, streaming: bool
+) -> list[RowFile]:
     path, place = source.path, Path(source.path)
     file_of = partial(_file, text_column=text_column, is_by_line=txt_by_line)
     if place.is_dir() and any((place / name).is_file() for name in _SAVED):

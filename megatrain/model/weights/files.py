@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from megatrain.errors import ModelError, os_errors, warn_once
+from megatrain.errors import ModelError, is_text, os_errors, warn_once
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory
 from megatrain.model.weights.convert import Conversion, Source, plan_conversions
 from megatrain.model.weights.encoding import Region, WeightEncoding
@@ -304,12 +304,15 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 def _inside(directory: Path, name: str) -> Path:
     """Return a file of the directory, refusing a name or a link that leads out of it."""
-    if Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+    is_name = Path(name).name == name and "\\" not in name and "\0" not in name and is_text(name)
+    if not is_name or not name.endswith(".safetensors"):
         raise ModelError(
             f"{directory / INDEX_NAME} names {name!r}; it must be a .safetensors file of the directory"
         )
     file = directory / name
-    if file.is_symlink() and not _is_allowed_link(directory, file):
+    with os_errors("use", file, ModelError):
+        leads_out = file.is_symlink() and not _is_allowed_link(directory, file)
+    if leads_out:
         raise ModelError(f"{file} is a link to a file outside the model directory; copy the file there")
     return file
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from megatrain.errors import ModelError, first_line, os_errors
+from megatrain.errors import NO_TENSOR, ModelError, first_line, os_errors
 from megatrain.files import open_safetensors
 from megatrain.model.weights.convert import Source
+
+_MOST_JSON_BYTES = 256 * 2**20
 
 
 @contextlib.contextmanager
@@ -38,9 +40,11 @@ def read_json(file: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        ModelError: The file is not there, or is no JSON.
+        ModelError: The file is not there, is no JSON, or is larger than an index of millions of tensors.
     """
     try:
+        if file.stat().st_size > _MOST_JSON_BYTES:
+            raise ModelError(f"{file} is larger than {_MOST_JSON_BYTES >> 20} MiB, and no JSON of a model is")
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
@@ -91,6 +95,6 @@ def read_tensor(handles: Mapping[Path, Any], source: Source) -> torch.Tensor:
     try:
         with os_errors("read", source.file, ModelError):
             tensor: torch.Tensor = handles[source.file].get_tensor(source.key)
-    except (SafetensorError, RuntimeError) as error:
+    except (SafetensorError, *NO_TENSOR) as error:
         raise ModelError(f"{source.file}: {source.key} cannot be read: {first_line(error)}") from error
     return tensor

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatrain.errors import CheckpointError, OutputError
+from megatrain.errors import CheckpointError, OutputError, warn_once
+from megatrain.filesystems import named_filesystem
 from megatrain.hardware import GIB
 from megatrain.hardware.cores import allowed_cpus
 from megatrain.layout.host_buffers import PAGE_BYTES
@@ -197,8 +198,12 @@ class Drive:
                 f"{self.path} is in use by another run; wait for it, or name another directory in "
                 "memory.tiers.nvme"
             ) from error
-        except OSError:  # file systems without locks
-            pass
+        except OSError:
+            warn_once(
+                _log,
+                f"the file system {named_filesystem(self.path)} has no locks here: give its directories "
+                "to no other run",
+            )
 
     def _take_room(self) -> None:
         with drive_errors(f"take {self.num_bytes / GIB:.2f} GiB for", self.path):

@@ -19,11 +19,11 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 
-from megatrain.errors import CheckpointError
+from megatrain.errors import CheckpointError, first_line
 from megatrain.store.drives import system as calls
 from megatrain.store.drives.places import drive_errors, sync_directory
 
@@ -82,14 +82,51 @@ def read_record(directory: Path, name: str = RECORD_NAME) -> CommitRecord | None
             f"{path} is damaged (it differs from its own digest); remove it to resume from the newest "
             "checkpoint"
         )
-    body = json.loads(data)
-    if body.get("format") != FORMAT_VERSION or body.keys() - _NEWER_KEYS != _KEYS:
+    try:
+        body = json.loads(data)
+        is_ours = isinstance(body, dict) and body.get("format") == FORMAT_VERSION
+        is_ours = is_ours and body.keys() - _NEWER_KEYS == _KEYS
+        return _decode(body) if is_ours else _refuse_version(path)
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} was written by another version of megatrain; use that one, or remove the file to resume "
-            "from the newest checkpoint"
-        )
+            f"{path} is no record of a commit ({first_line(error)}); remove it to resume from the newest "
+            "checkpoint"
+        ) from error
+
+
+def _refuse_version(path: Path) -> NoReturn:
+    raise CheckpointError(
+        f"{path} was written by another version of megatrain; use that one, or remove the file to resume "
+        "from the newest checkpoint"
+    )
+
+
+def _decode(body: Mapping[str, Any]) -> CommitRecord:
+    """Return the record that `_encode` has written.
+
+    Raises:
+        ValueError: A member is not what it writes.
+        TypeError: A member is of another type.
+    """
+    kinds = {
+        "owner": str,
+        "fingerprint": str,
+        "drives": list,
+        "step": int,
+        "copies": str,
+        "sums": str,
+        "meta": dict,
+    }
+    newer = {"extent_bytes": list, "chunk_bytes": int}
+    for key, kind in {**kinds, **{key: newer[key] for key in newer.keys() & body.keys()}}.items():
+        if type(body[key]) is not kind:  # not isinstance: JSON's true is a Python int
+            raise TypeError(f"its {key} is a {type(body[key]).__name__}")
+    if not all(type(size) is int and size >= 0 for size in body.get("extent_bytes", ())):
+        raise ValueError("its extent_bytes are no sizes")
+    if body["step"] < 0 or not all(isinstance(drive, str) for drive in body["drives"]):
+        raise ValueError("it has a negative step, or a drive without a name")
     sums = array("Q")
-    sums.frombytes(base64.b64decode(body["sums"]))
+    sums.frombytes(base64.b64decode(body["sums"], validate=True))
     given = {key: body[key] for key in body.keys() - {"format", "digest"}}
     lists = {"drives": tuple(body["drives"]), "extent_bytes": tuple(body.get("extent_bytes", ()))}
     return CommitRecord(**given | lists | {"sums": tuple(sums)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from megatrain.stream.lanes import (
 )
 
 _EMULATED = "emulated:"
+_LARGEST = 1e30
+"""No rate is larger, and arithmetic with it does not overflow."""
 
 
 def make_lanes(device: str | torch.device | Lanes, device_limit: int | None = None) -> Lanes:
@@ -56,13 +57,13 @@ def read_machine(path: str) -> EmulatedMachine:
         rates = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the emulated machine ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: the emulated machine is no JSON ({error})") from error
     if not isinstance(rates, dict):
         raise ConfigError(f"{path}: the emulated machine must be a JSON object of rates, not {rates!r:.40}")
     for name in (*EmulatedMachine.RATES, "device_bytes"):
         value = rates.get(name, 1)  # what is missing is refused below
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:
             raise ConfigError(f"{path}: {name} of the emulated machine is {value!r}; use a positive number")
     try:
         return EmulatedMachine.from_rates(rates)

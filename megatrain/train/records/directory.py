@@ -6,18 +6,16 @@ may be.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import os
 import platform
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.format import is_leftover, parse_directory_name
 from megatrain.checkpoint.save import remove_leftovers
 from megatrain.config import Config, dump_config
 from megatrain.config.decided import as_settings
@@ -26,6 +24,7 @@ from megatrain.files import make_directories, system, temporary_of, write_bytes_
 from megatrain.hardware import host_memory
 from megatrain.hardware.accelerators import accelerator, check_accelerator, device_name
 from megatrain.hardware.cores import allowed_cpus
+from megatrain.train.records.lock import is_locked, lock, place_of
 from megatrain.train.records.shareable import without_home
 from megatrain.versions import versions_of
 
@@ -45,9 +44,8 @@ _OURS = {
 }
 
 
-_LOCK_TRIES = 5
-_LOCK_WAIT_S = 0.02
-"""The pause between two tries, since a check by `is_in_use` holds the lock for microseconds."""
+class MovedError(OutputError):
+    """The run directory is not where it was when the run began; what was to be written is elsewhere."""
 
 
 class RunDirectory:
@@ -55,6 +53,12 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         """Name the directory; nothing is touched."""
+        self._name(path)
+        self._descriptor: int | None = None
+        """The locked directory, whatever its path is."""
+        self._begun: tuple[Config, Mapping[str, Any] | None] | None = None
+
+    def _name(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
         self.environment = path / "env.json"
@@ -91,7 +95,7 @@ class RunDirectory:
             if not self.path.is_dir():
                 return
             names = sorted(name for name in os.listdir(self.path) if temporary_of(name) not in _OURS)
-            if not self.is_run and names:
+            if not self.is_run and names and not self._is_left_of_run(names):
                 raise OutputError(
                     f"{self.path} is not empty and is not a run of megatrain (it holds {', '.join(names[:3])}"
                     f"{', ...' if len(names) > 3 else ''}); give a new directory with out=DIR (--out DIR)"
@@ -103,6 +107,13 @@ class RunDirectory:
                         "there, or make the whole run directory a link"
                     )
 
+    def _is_left_of_run(self, names: Collection[str]) -> bool:
+        """Return whether a directory without settings has a run's checkpoints, and nothing else."""
+        if "checkpoints" not in names or not _OURS.issuperset(names) or not self.checkpoints.is_dir():
+            return False
+        inner = os.listdir(self.checkpoints)
+        return bool(inner) and all(is_leftover(name) or parse_directory_name(name) for name in inner)
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the directory for one run; the lock ends with the process, however it ends.
@@ -113,35 +124,37 @@ class RunDirectory:
         with os_errors("use the run directory", self.path):
             was_there = self.path.exists()
         try:
-            make_directories(self.path)
-            with os_errors("use the run directory", self.path):
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                with os_errors("lock the run directory", self.path):
-                    self._lock(descriptor)
-                yield
-            finally:
-                with suppress(OSError):  # nothing was written through it
-                    os.close(descriptor)
+            self._open(self.path)
+            yield
         finally:
+            self._close()
             if not was_there:
                 with suppress(OSError):  # one of the errors is that it has files of the run
                     self.path.rmdir()
 
+    def _open(self, path: Path) -> None:
+        """Make a directory where there is none, and lock it in the place of the one before."""
+        make_directories(path)
+        with os_errors("use the run directory", path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            lock(descriptor, path, self.in_use)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._close()
+        self._descriptor = descriptor
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):  # nothing was written through it
+                os.close(self._descriptor)
+        self._descriptor = None
+
     @property
     def is_in_use(self) -> bool:
-        """Return whether a process trains here, or whether that cannot be told."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two checks disturb none
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        """Return whether a process trains here, or the directory cannot be opened."""
+        return is_locked(self.path)
 
     def in_use(self) -> OutputError:
         """Return the error of a second run in the directory."""
@@ -149,20 +162,64 @@ class RunDirectory:
             f"{self.path} is in use by another run; wait for it, or give another directory with --out"
         )
 
-    def _lock(self, descriptor: int) -> None:
-        for tries_left in reversed(range(_LOCK_TRIES)):
+    @contextmanager
+    def found(self) -> Iterator[None]:
+        """Let the body write into the directory wherever it is now, and end the run where it was taken away.
+
+        A directory that was moved is written where it is. One that was removed is made again, under another
+        name if something else has its name now. The paths of this object lead there. Settings that were
+        removed are written again.
+
+        Raises:
+            MovedError: The directory is not in its place; the body has written what it wanted.
+            OutputError: The directory cannot be looked at, or none can be made.
+        """
+        if self.is_in_place():
+            if self._begun is not None and not self.is_run:
+                _log.warning("%s was removed; it is written again", self.config)
+                self.begin(*self._begun)
+            yield
+            return
+        said = self._follow()
+        yield
+        raise MovedError(said)
+
+    def is_in_place(self) -> bool:
+        """Return whether the path leads to the directory that is locked."""
+        assert self._descriptor is not None, "the directory is not locked"
+        with os_errors("find the run directory", self.path):
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if not tries_left:
-                    raise self.in_use() from error
-                time.sleep(_LOCK_WAIT_S)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    raise
-                _log.warning("the filesystem of %s has no locks: begin no other run in it", self.path)
-                return
+                return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def _follow(self) -> str:
+        """Go to where the directory is now, or make another one; return what the user is told of it."""
+        assert self._descriptor is not None, "the directory is not locked"
+        before, place = self.path, place_of(self._descriptor)
+        if place is not None:
+            self._name(place)
+            return (
+                f"{before} was moved to {place} while the run trained, which is saved there and has ended; "
+                f"the same command goes on with --out {place}"
+            )
+        place, tries = before, 1
+        while os.path.lexists(place):
+            tries += 1
+            place = before.with_name(f"{before.name}-{tries}")
+        self._open(place)
+        self._name(place)
+        if self._begun is not None:
+            self.begin(*self._begun)
+        if place == before:
+            return (
+                f"{before} was removed while the run trained; it was made again, the run is saved there and "
+                "has ended, and the same command goes on"
+            )
+        return (
+            f"{before} was replaced by something else while the run trained; the run is saved in {place} and "
+            f"has ended, and the same command goes on with --out {place}"
+        )
 
     def remove_leftovers(self) -> None:
         """Remove files and checkpoints that a crash left half-written.
@@ -183,6 +240,7 @@ class RunDirectory:
             config: The settings, in which nothing is open.
             plan: The plan as plain values; None if there is none.
         """
+        self._begun = config, plan
         write_bytes_durably(self.config, dump_config(as_settings(config)).encode())
         write_bytes_durably(self.environment, (json.dumps(environment(), indent=2) + "\n").encode())
         if plan is not None:

@@ -7,6 +7,7 @@ that cannot be written costs that row, and never the run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -50,6 +51,7 @@ class JsonLines:
         """
         self._path = path
         descriptor = files.open_to_append(path)
+        self._folder = os.stat(path.parent)
         try:
             if not cut(descriptor, path):
                 files.system.close(descriptor)
@@ -95,15 +97,25 @@ class JsonLines:
             raise
         self._torn_at = None
 
+    def _is_in_place(self) -> bool:
+        """Return whether the directory is the one in which the file was opened."""
+        try:
+            return os.path.samestat(os.stat(self._path.parent), self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def _follow(self) -> None:
         """Open the file anew where it was removed or replaced; one in a moved directory stays open."""
         with os_errors("write", self._path):
             mine = os.fstat(self._descriptor)
+            if not self._is_in_place():
+                if not mine.st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                return
             try:
                 found = os.lstat(self._path)
             except FileNotFoundError:
-                if mine.st_nlink and not self._path.parent.is_dir():
-                    return
+                pass
             else:
                 if os.path.samestat(mine, found):
                     return

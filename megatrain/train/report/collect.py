@@ -218,7 +218,7 @@ def _environment(path: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes(), parse_constant=lambda _: None)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

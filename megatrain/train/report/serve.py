@@ -1,13 +1,18 @@
 """A server for a page that follows a run: read-only, and for this machine alone.
 
 Only three addresses have an answer, each made here: no path of a request is looked up on the disk. A request
-whose Host is another name is refused, so that no page of the web can read a run through the browser.
+whose Host is another name is refused, so that no page of the web can read a run through the browser. A policy
+in each answer lets the browser run the page's own scripts alone, send nothing elsewhere, and show it in no
+frame.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +31,26 @@ _log = logging.getLogger(__name__)
 ADDRESS = "127.0.0.1"
 
 
+_PAGE = "text/html; charset=utf-8"
+_NOTHING = "default-src 'none'; frame-ancestors 'none'"
+_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+
 REST = 4
 """The ratio of pauses to reading time, since a long history takes long to read."""
+
+
+def policy_of(page: str) -> str:
+    """Return the Content-Security-Policy of a page: its inline scripts by their hashes, and this server's.
+
+    Styles may be inline, since plotly writes some; they run no code, and load nothing from elsewhere.
+    """
+    digests = (hashlib.sha256(text.encode()).digest() for text in _SCRIPT.findall(page))
+    hashes = [base64.b64encode(digest).decode() for digest in digests]
+    scripts = " ".join(["'self'", *(f"'sha256-{each}'" for each in hashes)])
+    return (
+        f"{_NOTHING}; script-src {scripts}; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
 
 
 class LiveData:
@@ -100,8 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: RunServer
 
     def do_GET(self) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0]
-        if host not in (ADDRESS, "localhost"):
+        host, colon, port = self.headers.get("Host", "").partition(":")
+        if host not in (ADDRESS, "localhost") or (colon and not port.isdecimal()):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine alone\n")
             return
         try:
@@ -111,24 +134,30 @@ class _Handler(BaseHTTPRequestHandler):
         except (MegatrainError, OSError) as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
         else:
-            self._answer(HTTPStatus.OK, kind, content)
+            self._answer(
+                HTTPStatus.OK, kind, content, policy_of(content.decode()) if kind == _PAGE else _NOTHING
+            )
 
     def _content(self, path: str) -> tuple[str, bytes]:
         run = self.server.run_path
         if path == "/":
-            return "text/html; charset=utf-8", live_page(read_run(run)).encode()
+            return _PAGE, live_page(read_run(run)).encode()
         if path == "/data.json":
             return "application/json", self.server.live.get()
         if path == "/plotly.js":
             return "text/javascript; charset=utf-8", plotly_file().read_bytes()
         raise KeyError(path)
 
-    def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+    def _answer(self, status: HTTPStatus, kind: str, content: bytes, policy: str = _NOTHING) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", policy)
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         with suppress(ConnectionError):  # the client may have gone
             self.end_headers()
             self.wfile.write(content)

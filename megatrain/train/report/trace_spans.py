@@ -32,6 +32,6 @@ def trace_spans(path: Path) -> list[Span]:
             for e in events
             if e.get("ph") == "X" and first <= e["ts"] < end and e.get("cat") != "wait"
         ]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return thinned(spans)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return []
-    return thinned(spans)

@@ -206,6 +206,13 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
         {},
         {"a number was taken as text": [2]},
     ),
+    "content that is a number beyond all floats": (
+        "a.jsonl",
+        lines(GOOD, turns(("user", "6 * 7?"), ("assistant", 10**400))),
+        1,
+        {"turn 2 is not text": [2]},
+        {},
+    ),
     "an image among the parts": (
         "a.jsonl",
         lines(GOOD, turns(("user", [{"type": "image_url", "image_url": {"url": "u"}}]), ASSISTANT)),
@@ -260,6 +267,13 @@ CASES: dict[str, tuple[str, bytes, int, dict[str, list[int]], dict[str, list[int
     "a loss weight that is text": (
         "a.jsonl",
         lines(GOOD, turns(("user", "q"), {"role": "assistant", "content": "a", "loss_weight": "all"})),
+        1,
+        {"a loss weight is not a number from 0": [2]},
+        {},
+    ),
+    "a loss weight beyond all floats": (
+        "a.jsonl",
+        lines(GOOD, turns(("user", "q"), {"role": "assistant", "content": "a", "loss_weight": 10**400})),
         1,
         {"a loss weight is not a number from 0": [2]},
         {},

@@ -183,6 +183,29 @@ def test_a_full_disk_at_a_save_ends_all_in_one_sentence_and_the_run_goes_on(
     assert losses_of(run) == losses_of(alone)
 
 
+@pytest.mark.parity
+def test_a_directory_that_is_moved_under_ranks_has_the_state_of_all(tmp_path: Path, alone: Path) -> None:
+    place: dict[str, Any] = {"root": str(alone.parent)}
+    out, moved = tmp_path.name, f"{tmp_path.name}-moved"
+    codes = exit_codes(tmp_path / "first", 2, _train_and_move, out=out, moved=moved, **place)
+    assert codes == [OutputError.exit_code, RankError.exit_code]
+    said = (tmp_path / "first/errors").read_text()
+    assert "Traceback" not in said
+    assert said.count("was moved to") == 1
+    assert not (alone.parent / out).exists()
+    run_ranks(tmp_path / "then", 1, train_run, out=moved, **place)
+    assert_same_runs(alone.parent / moved, alone)
+
+
+def _train_and_move(ranks: Any, *, root: str, out: str, moved: str) -> str:
+    class Mover(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            if state.global_step == 3 and ranks.rank == 0:
+                (Path(root) / out).rename(Path(root) / moved)
+
+    return train_run(ranks, root=root, out=out, callbacks=[Mover()])
+
+
 @pytest.mark.parametrize(("size", "num_nodes"), [(2, 1), (2, 2)])
 def test_callbacks_of_all_ranks_read_the_state_and_the_first_one_decides(
     tmp_path: Path, alone: Path, size: int, num_nodes: int

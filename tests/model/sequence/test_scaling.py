@@ -142,6 +142,7 @@ REFUSED = [
     ({"rope_type": ["yarn"], "factor": 2}, "rope_type is .* use yarn or linear"),
     ({**LINEAR, "beta_fast": 8}, "beta_fast is not a parameter of rope_type linear, which has factor"),
     ({**YARN, "factor": float("nan")}, "factor is nan; use a number above 0"),
+    ({**YARN, "factor": 10**400}, "use a number above 0"),
     ({**YARN, "factor": True}, "factor is True; use a number above 0"),
     ({**YARN, "beta_fast": 1, "beta_slow": 2}, "beta_fast is 1 and beta_slow is 2"),
     ({**YARN, "truncate": 1}, "truncate is 1; use true or false"),

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatrain.errors import ModelError
-from megatrain.model.weights.files import checkpoint_files, load_weights
+from megatrain.checkpoint.load import TensorFile
+from megatrain.errors import CheckpointError, ModelError
+from megatrain.model.weights.files import checkpoint_files, load_weights, read_headers
+from megatrain.model.weights.reading import open_weights, read_weights
 from megatrain.model.weights.skeleton import build_skeleton, persistent_buffers, read_config
 from tests.families import FAMILIES
 from tests.forks import run_script
@@ -284,6 +286,17 @@ def test_a_damaged_header_is_named(llama: Path, header: bytes) -> None:
     assert str(file) in _refuse(llama, "truncated or no safetensors")
 
 
+def test_an_empty_tensor_of_a_huge_shape_is_named(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[0,9223372036854775808],"data_offsets":[0,0]}}'
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with open_weights(file) as handle, pytest.raises(ModelError, match="a cannot be read") as caught:
+        read_weights({file: handle}, read_headers([file])["a"])
+    assert "\n" not in str(caught.value)
+    with TensorFile(file) as tensors, pytest.raises(CheckpointError, match="cannot read the tensors in"):
+        tensors["a"]
+
+
 def test_missing_shards_are_all_named(sharded_llama: Path) -> None:
     first, second, *_ = checkpoint_files(sharded_llama)
     first.unlink()
@@ -299,11 +312,23 @@ def test_an_index_that_disagrees_with_its_files_is_refused(sharded_llama: Path) 
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "x.bin", ""]
+    "name",
+    ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "x.bin", "", "\ud800.safetensors"],
 )
 def test_an_index_that_leaves_the_directory_is_refused(sharded_llama: Path, name: str) -> None:
     _edit_index(sharded_llama, {"model.norm.weight": name})
     _refuse(sharded_llama, "it must be a .safetensors file of the directory")
+
+
+def test_an_index_that_is_far_too_large_is_not_read(sharded_llama: Path) -> None:
+    with open(sharded_llama / "model.safetensors.index.json", "r+b") as file:
+        file.truncate(2**28 + 1)  # without taking room
+    _refuse(sharded_llama, "is larger than 256 MiB")
+
+
+def test_an_index_with_a_name_that_no_disk_has_is_refused(sharded_llama: Path) -> None:
+    _edit_index(sharded_llama, {"model.norm.weight": "a" * 300 + ".safetensors"})
+    _refuse(sharded_llama, "File name too long")
 
 
 @pytest.mark.parametrize(

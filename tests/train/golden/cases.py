@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {**_BF16, "lora": {"r": 2, "dropout": 0.1, "modules_to_save": ["lm_head"]}},
     "dpo": _PAIRS,
     "kto": _JUDGED,
+    "signsgd": {**_BF16, "optim": {"name": "signsgd", "state": "bf16"}},
+    "orpo": {"data": {"path": "dpo.jsonl"}, "train": {"loss": "orpo"}},
     "drives": {**_BF16, "parallel": {"shards": 2}, "train": {"precision": "bf16", "device": "emulated"},
                "memory": _DRIVES},
 }  # fmt: skip

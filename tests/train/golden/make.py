@@ -48,11 +48,10 @@ def main() -> None:
     kept: dict[str, Any] = (
         json.loads(file.read_text()) if file.exists() else {"kernels": kernels(), "runs": {}}
     )
-    if kept["kernels"] != kernels():
-        raise SystemExit("this machine's kernels are not those that made the other checkpoints")
+    own = kernels()
     for name in CASES:
         if name not in kept["runs"]:
-            kept["runs"][name] = make(name)
+            kept["runs"][name] = make(name) | ({} if own == kept["kernels"] else {"kernels": own})
             file.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatrain import cli
-from megatrain.train import loop
+from megatrain.train import loop, saves
 from megatrain.train.loop import train
 from megatrain.train.planning.space import Space
 from tests.train.project import make_config
@@ -145,9 +145,11 @@ def test_fewer_than_are_kept_is_a_warning_and_what_is_said_is_what_lies_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free(monkeypatch, 2_000_000)
-    config = make_config(tmp_path, log={"report": False}, checkpoint={"every": 2, "keep_last": 4})
+    config = make_config(
+        tmp_path, log={"report": False}, checkpoint={"every": 2, "keep_last": 4, "background": False}
+    )
     sizes = []
-    saved = loop.save
+    saved = saves.save
 
     def measured(root: Path, **given: Any) -> Path:
         path = saved(root, **given)
@@ -155,7 +157,7 @@ def test_fewer_than_are_kept_is_a_warning_and_what_is_said_is_what_lies_there(
         sizes.append(tensors)
         return path
 
-    monkeypatch.setattr(loop, "save", measured)
+    monkeypatch.setattr(saves, "save", measured)
     with caplog.at_level(logging.WARNING, logger="megatrain"):
         train(config)
     (said,) = [text for text in caplog.messages if text.startswith("the file system of")]

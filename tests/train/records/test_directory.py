@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from megatrain import files
-from megatrain.errors import OutputError
+from megatrain.errors import OutputError, warn_once
+from megatrain.filesystems import named_filesystem
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
 from megatrain.train.records import directory as directory_module
+from megatrain.train.records import lock as lock_module
 from megatrain.train.records.directory import RunDirectory
 from tests.train.project import make_config
 
@@ -154,7 +156,7 @@ def test_lock_that_the_disk_refuses_is_a_sentence(tmp_path: Path, monkeypatch: p
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(directory_module.fcntl, "flock", fail)
+    monkeypatch.setattr(lock_module.fcntl, "flock", fail)
     with (
         pytest.raises(OutputError, match=r"cannot lock the run directory \S+: Input/output error"),
         RunDirectory(tmp_path / "run").lock(),
@@ -169,10 +171,12 @@ def test_filesystem_without_locks_is_said_and_used(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(directory_module.fcntl, "flock", fail)
+    monkeypatch.setattr(lock_module.fcntl, "flock", fail)
+    warn_once.cache_clear()
     with RunDirectory(tmp_path / "run").lock():
         assert (tmp_path / "run").is_dir()
-    assert "has no locks" in caplog.text
+        assert not RunDirectory(tmp_path / "run").is_in_use  # several ranks would be refused else
+    assert f"the file system {named_filesystem(tmp_path)} has no locks here" in caplog.text
 
 
 def test_what_a_crash_left_goes_and_what_only_looks_alike_stays(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import http.client
 import json
+import re
 import socket
 import struct
 import threading
@@ -117,10 +120,43 @@ def test_nothing_is_changed_and_no_other_name_is_answered(run: Path) -> None:
     with serving(run) as server:
         assert get(server, "/data.json", host="evil.example:80")[0] == 403
         assert get(server, "/", host="")[0] == 403
-        assert get(server, "/data.json", host=f"localhost:{server.port}")[0] == 200
+        for own in (f"localhost:{server.port}", "localhost", "127.0.0.1"):
+            assert get(server, "/data.json", host=own)[0] == 200
+        for other in (
+            "localhost.evil.example",
+            "localhost:",
+            "localhost:80@evil.example",
+            "[::1]",
+            "127.0.0.1:x",
+        ):
+            assert get(server, "/data.json", host=other)[0] == 403
         for method in ("POST", "PUT", "DELETE"):
             assert get(server, "/", method)[0] == 501
     assert {file: file.read_bytes() for file in run.iterdir()} == before
+
+
+def test_a_policy_lets_the_page_run_its_own_scripts_alone(run: Path) -> None:
+    with serving(run) as server:
+        for path in ("/", "/data.json", "/plotly.js", "/nothing"):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            page = answer.read().decode()
+            connection.close()
+            headers = dict(answer.getheaders())
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["X-Frame-Options"] == "DENY"
+            policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+            assert (policy["default-src"], policy["frame-ancestors"]) == ("'none'", "'none'")
+            if path != "/":
+                assert "script-src" not in policy
+                continue
+            inline = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+            hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline]
+            assert policy["script-src"] == " ".join(["'self'", *(f"'sha256-{each}'" for each in hashes)])
+            assert len(hashes) == 2
+            assert re.findall(r"<script src=\"([^\"]*)\"", page) == ["plotly.js"]
+            assert not re.search(r"\son\w+=|javascript:", page.replace("".join(inline), ""))
 
 
 def test_who_leaves_in_the_middle_of_an_answer_leaves_no_traceback(
