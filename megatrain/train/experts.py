@@ -63,6 +63,11 @@ class ExpertWatch:
         self._total |= {router: self._total.get(router, 0) + count for router, count in counts.items()}
         return {router: load_of(count) for router, count in counts.items()}
 
+    def drop(self) -> None:
+        """Forget what was counted of a step that runs again."""
+        if self._loads.has_routers:
+            self._loads.take()
+
     def write(self, path: Path) -> None:
         """Write the tokens of every expert of every router, over the steps of this process, if there are any.
 

@@ -13,6 +13,7 @@ from megatrain.train.ranks import count_written
 from megatrain.train.records.measured import measured
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.run import Run
+from megatrain.train.smaller_rounds import forward_backward
 
 
 def train_step(run: Run) -> StepMetrics:
@@ -22,10 +23,11 @@ def train_step(run: Run) -> StepMetrics:
     run.doing(f"at step {run.step + 1}")
     run.begin_step()
     micro_batches = next(run.loader)
-    seeds, num_targets = run.micro_batch_seeds(), sum(map(count_targets, micro_batches))
+    seeds = run.micro_batch_seeds()
+    num_targets = sum(map(count_targets, micro_batches))
 
     callbacks.call("on_step_begin")
-    loss, shown = run.forward_backward(micro_batches, seeds)
+    loss, shown = forward_backward(run, micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
     lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
     # With `warn`, the loss is read after the step, since the device is at work until then.
@@ -35,6 +37,7 @@ def train_step(run: Run) -> StepMetrics:
         run.engine.zero_grad()
     else:
         stats = run.optimizer.step()
+    run.scheduler.step()
     run.end_update(num_targets)
     # `float(loss)` blocks until the device has finished; only the updates still run.
     loss_value = float(loss)
