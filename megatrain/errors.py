@@ -90,6 +90,22 @@ class CallbackError(MegatrainError):
     """A callback of the run has raised; what was trained is saved."""
 
 
+class HardwareError(MegatrainError):
+    """The machine has changed or computed a value by itself: what was trained since cannot be trusted."""
+
+    exit_code = 10
+
+    def __init__(self, message: str, *, since: int) -> None:
+        """Say it.
+
+        Args:
+            message: The fault, and the place where it was noticed.
+            since: The first step whose checkpoint may have the wrong value; those of earlier steps do not.
+        """
+        super().__init__(message)
+        self.since = since
+
+
 class RankError(MegatrainError):
     """Another process of a run that has several has ended, or does not answer."""
 

@@ -49,9 +49,17 @@ class FileCalls:
         """Write some of `data`; return the number of written bytes."""
         return os.write(descriptor, data)
 
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Write some of `data` at a place of a file; return the number of written bytes."""
+        return os.pwrite(descriptor, data, offset)
+
     def read(self, descriptor: int, num_bytes: int) -> bytes:
         """Read at most `num_bytes`; nothing at the end of the file."""
         return os.read(descriptor, num_bytes)
+
+    def read_into(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        """Fill a buffer, or its begin, from a place in the file; return the number of read bytes."""
+        return os.preadv(descriptor, [buffer], offset)
 
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         """Cut a file to a size."""

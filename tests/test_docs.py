@@ -128,7 +128,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     )
     monkeypatch.setitem(sys.modules, "megatrain.doctor", doctor)
     fits = types.SimpleNamespace(fits=True)
-    planned = types.SimpleNamespace(plan=fits, verdict=types.SimpleNamespace(exit_code=0))
+    planned = types.SimpleNamespace(plan=fits, space=None, verdict=types.SimpleNamespace(exit_code=0))
     monkeypatch.setattr(
         sys.modules["megatrain.train.planning.plan_run"], "plan_run", lambda *_, **__: planned
     )

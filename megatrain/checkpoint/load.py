@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatrain import files
 from megatrain.checkpoint import format
+from megatrain.checkpoint.comparison import check_size, compare
 from megatrain.errors import NO_TENSOR, CheckpointError, first_line, os_errors, os_sentence
 
 if TYPE_CHECKING:
@@ -69,12 +70,15 @@ def find_step(root: Path, step: int) -> Path | None:
     return next((path for path in find(root) if step_of(path) == step), None)
 
 
-def verify(path: Path, *, digests: bool = True) -> format.Manifest:
+def verify(
+    path: Path, *, digests: bool = True, passed: Callable[[int], None] = lambda num_bytes: None
+) -> format.Manifest:
     """Compare every file of a checkpoint with the manifest, and return the manifest.
 
     Args:
         path: The checkpoint directory, under its own name or any name of the user's.
         digests: Whether to read the files; False compares names and sizes only.
+        passed: Called with the number of bytes that were found right, again and again.
 
     Raises:
         DamagedError: A file is missing, too many, of another size or of other bytes; the message names it,
@@ -87,7 +91,10 @@ def verify(path: Path, *, digests: bool = True) -> format.Manifest:
             raise CheckpointError(
                 f"there is no checkpoint directory {path}; check the path, or resume from another"
             )
-        return _verify(path, digests)
+        manifest = _verify(path)
+        if digests:
+            compare(path, manifest, passed)
+        return manifest
     except format.NewerFormatError as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be read: {error}; install the megatrain that wrote it"
@@ -187,7 +194,8 @@ def read_safetensors(path: Path) -> TensorFile:
     return TensorFile(path)
 
 
-def _verify(path: Path, digests: bool) -> format.Manifest:
+def _verify(path: Path) -> format.Manifest:
+    """Compare the names and sizes of the files with the manifest."""
     manifest = format.parse_manifest(_read_manifest(path))
     named = format.parse_directory_name(path.name)
     if named is not None and named[0] != manifest.step:
@@ -199,23 +207,10 @@ def _verify(path: Path, digests: bool) -> format.Manifest:
         if entry.name not in present:
             also = f", and {extra[0]} is there without being listed" if extra else ""
             raise format.FormatError(f"{entry.name} is missing{also}")
-        num_bytes = (path / entry.name).stat().st_size
-        if num_bytes != entry.num_bytes:
-            raise format.FormatError(f"{entry.name} has {num_bytes} bytes in place of {entry.num_bytes}")
+        check_size(path, entry)
     if extra:
         raise format.FormatError(f"{extra[0]} is not in {format.MANIFEST_NAME}")
-    for entry in manifest.files if digests else ():
-        _compare(path, entry, manifest.chunk_bytes)
     return manifest
-
-
-def _compare(path: Path, entry: format.FileEntry, chunk_bytes: int) -> None:
-    chunks = [digest for _, digest in files.read_digests(path / entry.name, chunk_bytes)]
-    for index, digest in enumerate(entry.digests):
-        if index >= len(chunks) or chunks[index] != digest:
-            begin = index * chunk_bytes
-            end = min(begin + chunk_bytes, entry.num_bytes)
-            raise format.FormatError(f"{entry.name} has wrong contents between bytes {begin} and {end}")
 
 
 def _is_directory(path: Path) -> bool:

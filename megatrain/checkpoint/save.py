@@ -2,8 +2,8 @@
 
 What must stay true: everything in the new directory is on the disk before the manifest is written, the
 manifest is before the one rename that commits, and the rename is before anything old is touched. Until then
-the old checkpoints are as they were; after it the new one is whole. Later the files will be written block by
-block while training goes on: `begin`, `commit` and `retain` are the seams.
+the old checkpoints are as they were; after it the new one is whole. `save` returns when all of that is done;
+`Saver` writes the files while training goes on, to the same bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,22 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatrain import files
 from megatrain.checkpoint import format, load
 from megatrain.errors import CheckpointError, OutputError, os_errors
+
+
+class LeftOverError(OutputError):
+    """A checkpoint is whole, and an older one cannot be removed; `path` is the new one."""
+
+    def __init__(self, path: Path, error: OutputError) -> None:
+        super().__init__(f"{path} is saved and whole, but an older checkpoint is in the way: {error}")
+        self.path = path
 
 
 def save(
@@ -52,25 +61,38 @@ def save(
             that the new one is whole and an old one cannot be removed.
     """
     assert step >= 0, step
-    assert keep_last >= 1, keep_last
     temporary = begin(root, step)
-    try:
+    with removed_on_error(temporary):
         with os_errors("write the checkpoint", temporary):
             write(temporary)
         path = commit(temporary, step=step, meta=meta)
+    let_go(path, keep_last, keep_too)
+    return path
+
+
+@contextlib.contextmanager
+def removed_on_error(temporary: Path) -> Iterator[None]:
+    """Remove a directory after an error inside."""
+    try:
+        yield
     except BaseException:
         # Best effort: the next save removes what is left, and the first error is the one to tell.
         with contextlib.suppress(OutputError):
             if temporary.exists():
                 files.remove_tree(temporary, first=format.MANIFEST_NAME)
         raise
+
+
+def let_go(path: Path, keep_last: int, keep_too: Collection[int]) -> None:
+    """Remove the checkpoints that a new one makes unnecessary.
+
+    Raises:
+        LeftOverError: One cannot be removed; the new one is whole.
+    """
     try:
         retain(path, keep_last=keep_last, keep_too=keep_too)
     except OutputError as error:
-        raise OutputError(
-            f"{path} is saved and whole, but an older checkpoint is in the way: {error}"
-        ) from error
-    return path
+        raise LeftOverError(path, error) from error
 
 
 def begin(root: Path, step: int) -> Path:
@@ -96,12 +118,21 @@ def remove_leftovers(root: Path) -> None:
                 files.remove_tree(path, first=format.MANIFEST_NAME)
 
 
-def commit(temporary: Path, *, step: int, meta: Mapping[str, Any]) -> Path:
-    """Make a written directory durable, describe it in a manifest, and give it its name."""
+def commit(
+    temporary: Path,
+    *,
+    step: int,
+    meta: Mapping[str, Any],
+    known: Mapping[str, format.FileEntry] = MappingProxyType({}),
+) -> Path:
+    """Make a written directory durable, describe it in a manifest, and give it its name.
+
+    Files that are not `known`, as they were summed up while they were written, are read back.
+    """
     names = files.seal_tree(temporary)
     assert all(map(format.is_relative_name, names)), names
     with os_errors("read back the checkpoint", temporary):
-        entries = tuple(_describe(temporary, name) for name in names)
+        entries = tuple(known[name] if name in known else _describe(temporary, name) for name in names)
     manifest = format.Manifest(step=step, meta=meta, files=entries, chunk_bytes=format.CHUNK_BYTES)
     encoded = format.encode_manifest(manifest)
     root = temporary.parent
@@ -126,6 +157,7 @@ def retain(newest: Path, *, keep_last: int, keep_too: Collection[int] = ()) -> N
     A directory counts, and may be removed, only if its name and its manifest say that it is a checkpoint of
     ours and all its files are there in their sizes; a damaged one is left for its owner to look at.
     """
+    assert keep_last >= 1, keep_last
     root, saved = newest.parent, format.parse_directory_name(newest.name)
     assert saved is not None, newest
     kept_steps: list[int] = []

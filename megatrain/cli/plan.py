@@ -96,7 +96,7 @@ def plan(
 ) -> None:
     """Say whether a run fits a machine, how fast it is and what it costs.
 
-    It exits with 3 if the run does not fit, and with 9 if it wears out a drive.
+    It exits with 3 if the run does not fit, in memory or on the disk, and with 9 if it wears out a drive.
 
     No GPU is needed. Settings that are not given are as train has them, and the rest is chosen. Data that are
     on this machine are tokenised, so that the plan is that of the run; without them it is of a long one.
@@ -159,7 +159,9 @@ def print_plan(
     """
     from megatrain.train.planning.plan_report import report
     from megatrain.train.planning.plan_run import plan_run
+    from megatrain.train.planning.space import require_space
 
     planned = plan_run(raw, machine, caller=caller, **asked)
     print(report(planned, progress=caller.progress, **shown))
+    require_space(planned.space)
     raise typer.Exit(planned.verdict.exit_code)  # the report has said why, and what would help

@@ -1,4 +1,4 @@
-"""Commands that only read a run: `sample`, `chat`, `eval`, `export`, `report`, `runs`, `ui`."""
+"""Commands that only read a run: `sample`, `chat`, `eval`, `export`, `verify`, `report`, `runs`, `ui`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(chat)
     app.command("eval")(eval_)
     app.command()(export)
+    app.command()(verify)
     app.command()(report)
     app.command()(ui)
     app.add_typer(runs, name="runs")
@@ -153,6 +154,35 @@ def export(
     shard_bytes = None if max_shard_size is None else parse_bytes(max_shard_size, "--max-shard-size")
     export_run(run, out, merges=merge, max_shard_bytes=shard_bytes, quantised=quantised)
     print(out if push is None else send(out, push))
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Run, checkpoint or model directory.")],
+) -> None:
+    """Read everything that a run, a checkpoint or a model directory has, and say what is damaged, and where.
+
+    Of a run: all its checkpoints, what is committed on drives, and hf/. A model directory has no digests; its
+    headers, sizes and index are compared, and its values must be finite. Nothing is written. Damage ends with
+    exit code 2, after all has been read.
+    """
+    from megatrain.cli.log import showing
+    from megatrain.errors import CheckpointError
+
+    with showing("verify") as doing:
+        with importing():
+            from megatrain.train.commands.verify import verify_path
+
+        damaged, count = [], 0
+        for found in verify_path(path, doing):
+            print(f"{found.name}: {found.text}", flush=True)
+            count += 1
+            damaged += [] if found.is_sound else [found]
+    if not count:
+        print(f"{path}: nothing was saved there yet")
+    if damaged:
+        raise CheckpointError(
+            f"{len(damaged)} of {count} in {path} cannot be trusted; the first is {damaged[0].name}"
+        )
 
 
 def report(

@@ -64,7 +64,13 @@ Every = Annotated[
     Count | Annotated[str, Field(pattern=r"^epoch(/[1-9]\d{0,3})?$")],
     reads_as("a number of steps (1 or more), epoch, or epoch/4 for four times in each"),
 ]
+SaveEvery = Annotated[
+    Count | Annotated[str, Field(pattern=r"^(auto|epoch(/[1-9]\d{0,3})?|[1-9]\d{0,4}(min|h))$")],
+    reads_as("auto, a number of steps (1 or more), a time such as 30min or 2h, epoch, or epoch/4"),
+]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Watch = Annotated[Literal["auto", "off"] | Share, reads_as("auto, off, or a share (above 0, at most 1)")]
 Device = Annotated[
     str,
     Field(pattern=r"^(auto|cpu|cuda|xpu|emulated(:.+)?)$"),
@@ -91,6 +97,13 @@ TrainedPart = Annotated[
     BeforeValidator(as_tuple),
     reads_as("assistant | last | all | a list of roles (system, user, assistant, tool)"),
 ]
+
+
+def seconds_between(every: int | str | None) -> float | None:
+    """Return the seconds of a value of `SaveEvery` that is a time; None of any other."""
+    if not isinstance(every, str) or not every[0].isdigit():
+        return None
+    return 60.0 * int(every[:-3]) if every.endswith("min") else 3600.0 * int(every[:-1])
 
 
 def steps_between(every: int | str | None, steps_per_epoch: int) -> int | None:

@@ -252,9 +252,7 @@ def _check_wear(drive: BlockDevice) -> Check:
     name = "drive wear"
     written = "" if drive.written_bytes is None else f"{_gb(drive.written_bytes)} written since start-up; "
     if drive.life_used is None:
-        return passed(
-            name, f"{written}endurance is not readable from /sys (sudo nvme smart-log shows percentage_used)"
-        )
+        return passed(name, f"{written}endurance is not told (sudo nvme smart-log shows percentage_used)")
     if drive.life_used < 0.8:
         return passed(name, f"{written}{drive.life_used:.0%} of its life used")
     return warning(

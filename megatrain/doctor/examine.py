@@ -6,7 +6,7 @@ import json
 import logging
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from megatrain.doctor.checks import (
     warning,
 )
 from megatrain.doctor.disk import block_device
+from megatrain.doctor.host_errors import check_memory_errors
 from megatrain.doctor.machine_spec import compute_device, machine_of, open_own_sensor
 from megatrain.doctor.proof import Proof, prove
+from megatrain.doctor.smart import check_smart, read_smart
 from megatrain.doctor.software import check_device, check_sensor, check_updates, check_versions, versions
 from megatrain.errors import OutputError
 from megatrain.hardware.cores import allowed_cpus
@@ -127,6 +129,10 @@ def examine(
     on_gpu = device.type == "cuda"
     checks = [check_versions(), check_device(device)]
     node, sensor = None, None
+    drive = block_device(path)
+    smart = read_smart(drive.name)
+    if smart is not None and smart.used is not None:
+        drive = replace(drive, life_used=smart.used)
     if on_gpu:
         sensor = open_own_sensor()
         checks += [check_updates(device), *check_sensor(sensor)]
@@ -138,7 +144,9 @@ def examine(
         check_huge_pages(),
         check_nodes(memory_nodes(), allowed_cpus(), node),
         check_threads(update_threads(), omp_num_threads),
-        *check_disk(path, block_device(path)),
+        check_memory_errors(),
+        *check_disk(path, drive),
+        check_smart(smart),
         check_shm(),
     ]
     if not (bench or proves):

@@ -196,17 +196,21 @@ def with_present_capacities(
     return replace(spec, drives=replace(spec.drives, nbytes=max(1, free_bytes(path))))
 
 
+def existing_parent(path: Path) -> Path:
+    """Return a directory, or the nearest one above it that is there."""
+    return next(
+        (level for level in (path, *path.absolute().parents) if level.is_dir()), path.absolute().parents[-1]
+    )
+
+
 def free_bytes(path: Path) -> int:
     """Return the bytes that may still be written below a directory, which need not exist yet.
 
     Raises:
         ConfigError: No directory above it can be read.
     """
-    existing = next(
-        (level for level in (path, *path.absolute().parents) if level.is_dir()), path.absolute().parents[-1]
-    )
     try:
-        found = os.statvfs(existing)
+        found = os.statvfs(existing_parent(path))
     except OSError as error:
         raise ConfigError(
             f"the free space of {path} is not known ({error.strerror}); give another"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,12 @@ from megatrain.layout.pools import UPDATE_CHUNK_NUMEL
 from megatrain.optim.kernels import WIDTH, compile_kernel
 from megatrain.optim.masters import join_on_device, split_on_device
 from megatrain.optim.pool import WorkerPool
-from megatrain.optim.tasks import ALIGN_NUMEL, bits_of, check_flat, check_host, run_pieces
+from megatrain.optim.tasks import ALIGN_NUMEL, Apart, bits_of, check_flat, check_host, run_pieces
 from megatrain.optim.updates import RangePlanes, Ranges, RangeStep
 from megatrain.optim.vectors import Arguments, vector_code
 
 
-def update_on_host(pool: WorkerPool, ranges: Ranges) -> None:
+def update_on_host(pool: WorkerPool, ranges: Ranges, apart: Sequence[Sequence[Apart]] = ()) -> None:
     """Update ranges in host memory; small ones share tasks."""
     pieces: list[Callable[[int, int], None]] = []
     numels = []
@@ -44,7 +44,7 @@ def update_on_host(pool: WorkerPool, ranges: Ranges) -> None:
         )
         pieces.append(functools.partial(update, _scalars(step), *arrays))
         numels.append(planes.working.numel())
-    run_pieces(pool, pieces, numels, ALIGN_NUMEL)
+    run_pieces(pool, pieces, numels, ALIGN_NUMEL, apart)
 
 
 @torch.no_grad()

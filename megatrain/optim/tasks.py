@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,22 @@ ALIGN_NUMEL = 64
 """Tasks begin at multiples of this: no two threads write to one cache line of an aligned plane."""
 
 
+class Apart(NamedTuple):
+    """A part of a piece that one thread does by itself, between two calls, which find it in the cache."""
+
+    start: int
+    """The first element, at which a task may begin."""
+    stop: int
+    before: Callable[[], object] | None = None
+    after: Callable[[], object] | None = None
+
+
 def run_pieces(
-    pool: WorkerPool, pieces: Sequence[Callable[[int, int], None]], numels: Sequence[int], align: int
+    pool: WorkerPool,
+    pieces: Sequence[Callable[[int, int], None]],
+    numels: Sequence[int],
+    align: int,
+    apart: Sequence[Sequence[Apart]] = (),
 ) -> None:
     """Cut pieces of work into tasks of about equal size, several small pieces to one, and run them.
 
@@ -30,28 +44,46 @@ def run_pieces(
         pieces: The functions of the pieces, each of which does elements [start, stop) of its own.
         numels: The number of elements of each piece.
         align: The number of elements at multiples of which tasks begin.
+        apart: The parts of each piece that are done by themselves, in order; empty: there are none.
     """
     share = sum(numels) // (pool.num_threads * TASKS_PER_THREAD)
     task_numel = max(MIN_TASK_NUMEL, min(TASK_NUMEL, share))
     task_numel = -(-task_numel // align) * align
-    tasks: list[list[Callable[[], None]]] = [[]]
+    tasks: list[list[Callable[[], Any]]] = [[]]
     filled = 0
-    for piece, numel in zip(pieces, numels, strict=True):
-        start = 0
-        while start < numel:
-            stop = min(start + max(align, task_numel - filled // align * align), numel)
-            tasks[-1].append(functools.partial(piece, start, stop))
-            filled += stop - start
-            start = stop
-            if filled >= task_numel:
-                tasks.append([])
-                filled = 0
+    for piece, numel, parts in zip(pieces, numels, apart or [()] * len(pieces), strict=True):
+        for start, end, part in _stretches(numel, parts):
+            while start < end:
+                room = end - start if part else max(align, task_numel - filled // align * align)
+                stop = min(start + room, end)
+                tasks[-1] += _calls(functools.partial(piece, start, stop), part)
+                filled += stop - start
+                start = stop
+                if filled >= task_numel:
+                    tasks.append([])
+                    filled = 0
     if not tasks[-1]:
         tasks.pop()
     pool.run([calls[0] if len(calls) == 1 else functools.partial(_call_all, calls) for calls in tasks])
 
 
-def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+def _stretches(numel: int, parts: Iterable[Apart]) -> Iterator[tuple[int, int, Apart | None]]:
+    """Yield [start, stop) of what is done by itself and of what lies between, in order."""
+    done = 0
+    for part in parts:
+        yield done, part.start, None
+        yield part.start, part.stop, part
+        done = part.stop
+    yield done, numel, None
+
+
+def _calls(call: Callable[[], None], part: Apart | None) -> list[Callable[[], Any]]:
+    """Return a call with what comes before and after it."""
+    found = [call] if part is None else [part.before, call, part.after]
+    return [each for each in found if each is not None]
+
+
+def _call_all(calls: Iterable[Callable[[], Any]]) -> None:
     for call in calls:
         call()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatrain.config.optimizers.optimizer import Optimizer
 from megatrain.optim.pool import WorkerPool
+from megatrain.optim.tasks import Apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,14 @@ def rounding_key(seed: int, name: str, step: int) -> tuple[int, int]:
 class Kernels(Protocol):
     """The updates of an optimizer: bit for bit the same wherever they run, however ranges are cut."""
 
-    def update_on_host(self, pool: WorkerPool, ranges: Ranges) -> None:
-        """Update ranges in host memory in place; small ones share tasks of the pool."""
+    def update_on_host(self, pool: WorkerPool, ranges: Ranges, apart: Sequence[Sequence[Apart]] = ()) -> None:
+        """Update ranges in host memory in place; small ones share tasks of the pool.
+
+        Args:
+            pool: The threads to use.
+            ranges: The ranges.
+            apart: The parts of each range that one thread updates by itself; empty: there are none.
+        """
 
     def update_on_device(self, device: torch.device, ranges: Ranges) -> None:
         """Update ranges on a device in place, in the current stream, without waiting for it."""

@@ -33,6 +33,9 @@ _OWN = frozenset({"accumulator", "staging", "staging of weights", "paged"})
 class Planes:
     """The arenas of a state, and the views of its blocks into them."""
 
+    on_write: Callable[[int | None], object] = staticmethod(lambda block: None)
+    """Is called with a block to which something else than an update has written; None: any may be."""
+
     def __init__(
         self,
         layouts: Sequence[BlockLayout],

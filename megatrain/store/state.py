@@ -90,16 +90,13 @@ class HostState:
         self._parts = NodeParts(layouts, ranks, optimizer)
         self._filling: dict[int, tuple[BlockState, Tensor | None]] = {}
         """Blocks on the drives whose first values arrive, each with the buffer of its image."""
-        self._num_lent = [0] * len(layouts)
-        """By block: how often it is lent at this moment, of blocks that are brought for it."""
-        self._num_filled = [0] * len(layouts)
-        """By block: elements that have been put there, until it is complete."""
+        self._num_lent = [0] * len(layouts)  # of blocks that are brought for it
+        self._num_filled = [0] * len(layouts)  # elements that have been put there, until it is complete
         self._has_restored_planes = False
         """The first optimizer goes on with what `_restore` has read."""
         self.on_drives = BlocksOnDrives(layouts, tiers, optimizer, sum_room=sum_room, ranks=ranks)
-        need = sum(self.on_drives.placement.ram_bytes.values())
         require_room(
-            need,
+            sum(self.on_drives.placement.ram_bytes.values()),
             "the part of the state that stays in RAM takes",
             "lower memory.tiers.ram, so that more goes to the drives",
         )
@@ -173,8 +170,8 @@ class HostState:
         Raises:
             ConfigError: It is not, and no other can take its place: it is on drives, or on several nodes.
         """
-        is_same = self.on_device.blocks == frozenset(on_device) and self.precision is precision
-        is_same = is_same and list(self.layouts) == list(layouts)
+        same_place = self.on_device.blocks == frozenset(on_device) and self.precision is precision
+        is_same = same_place and list(self.layouts) == list(layouts)
         kept, asked = (None if each is None else each.asked for each in (self.on_drives.tiers, tiers))
         if self.has_drives and not (is_same and kept == asked and optimizer == self._planned):
             raise ConfigError(
@@ -258,11 +255,11 @@ class HostState:
     def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
         """Lend a block with all its planes, wherever they live, until the context ends.
 
-        Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`. What other
-        nodes keep of it comes from there, and what other ranks have on their devices: where
-        `is_read_by_all`, all ranks borrow the same blocks, in one order. Where the caller `writes`, nothing
-        comes from other nodes, and what is not of this node is dropped: the first rank of each node does it,
-        with the same values. Of a block on devices the other ranks take part, and write nothing.
+        Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`. What is on
+        other nodes, or on devices of other ranks, comes from there: where `is_read_by_all`, all ranks borrow
+        the same blocks, in one order. Where the caller `writes`, the first rank of each node does it, with
+        the same values, and the node's part is kept. Of a block on devices the others take part, and write
+        nothing.
 
         Args:
             block: The block's number.
@@ -335,12 +332,12 @@ class HostState:
         is_filled = away.holds_state(number) and number not in self._filling and away.is_filled(number)
         if is_filled or self.on_device.holds(number):
             with self.borrow(number, writes=True) as block:
-                write_value(block, entry, value, region)
-            return
+                return write_value(block, entry, value, region)
         if number not in self._filling:
             self._filling[number] = self._lend(number)
         write_value(self._filling[number][0], entry, value, region)
         self.mark_changed(number)
+        self.planes.on_write(number)
         self._num_filled[number] += value.numel()
         if self._num_filled[number] >= self.layouts[number].num_parameters:
             self._num_filled[number] = 0
@@ -371,10 +368,8 @@ class HostState:
 
     def mark_changed(self, *blocks: int) -> None:
         """Take note that what is in RAM of blocks, or of all if none is given, may differ from its image."""
-        if not self.has_drives:
-            return
-        for block in blocks or range(len(self.layouts)):
-            self.changed |= self.on_drives.copied(block)
+        if self.has_drives:
+            self.changed.update(*map(self.on_drives.copied, blocks or range(len(self.layouts))))
 
     def planes_in_ram(self, block: int) -> dict[str, list[Tensor]]:
         """Return the parts of each plane of a block's image that live in RAM, in the image's order.
@@ -405,10 +400,10 @@ class HostState:
         image = self.on_drives.images[number]
         memory = Arena(image.whole.num_bytes) if memory is None else memory
         whole = memory.view(torch.uint8, 0, image.whole.num_bytes)
-        return self._view(number, whole), whole if image.is_whole else page_memory(image.num_bytes)
+        return self.view(number, whole), whole if image.is_whole else page_memory(image.num_bytes)
 
-    def _view(self, number: int, memory: Tensor) -> BlockState:
-        """View a block in memory of its whole image, but for working weights that live in RAM."""
+    def view(self, number: int, memory: Tensor) -> BlockState:
+        """View a block on drives in memory of its whole image, but for working weights that live in RAM."""
         state, image = self.blocks[number], self.on_drives.images[number].whole
         is_there = self.on_drives.holds_working(number)
         lent = BlockState(state.layout, image.working(memory) if is_there else state.working)
@@ -453,6 +448,7 @@ class HostState:
             if both and self.weights.are_here:
                 self.blocks[number].working.copy_(lent.working)
         self.mark_changed(number)
+        self.planes.on_write(number)
 
     def _bring(self, block: int, *, comes: bool = True) -> BlockState:
         """Return the whole block, in memory that all ranks of the node map: all ranks call it.

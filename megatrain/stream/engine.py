@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.passed import Passed
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.attached import Binding
-from megatrain.stream.forward.attention import chosen_kernels
+from megatrain.stream.forward.attention import chosen_kernels, repeating
 from megatrain.stream.forward.compiled import Compiler
 from megatrain.stream.forward.expert_loads import ExpertLoads
 from megatrain.stream.forward.model_forward import ModelForward
@@ -368,6 +368,10 @@ class Engine:
         self.arrangement.rounds.recover()
         self.arrangement.binding.check_gradients()
 
+    def repeating(self) -> AbstractContextManager[None]:
+        """Let steps inside give the same bits in every run; see `attach(deterministic=True)`."""
+        return repeating(self.model, self.arrangement.lanes.device)
+
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step; those that wait for their update are not yours.
 
@@ -387,6 +391,7 @@ class Engine:
             CapacityError: There is no room for them.
         """
         self.settle()
+        self.arrangement.guard.wait_for(range(len(self.host.layouts)))
         self.host.weights.bring()
 
     def settle(self) -> None:
@@ -423,6 +428,7 @@ class Engine:
         self.arrangement.integrity.check()
         self.host.weights.take()
         self.host.mark_changed()
+        self.host.planes.on_write(None)
         self.executor.invalidate()
         self.executor.states.forget()
 

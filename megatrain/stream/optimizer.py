@@ -23,6 +23,7 @@ from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.plan.program.operations import Work
 from megatrain.stream.choice_checks import check_updates
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.memory_watch import MemoryWatch
 from megatrain.stream.execute.parts import OptimizerWork
 from megatrain.stream.execute.updates import BlockUpdate, StepStats, check_shares
 from megatrain.stream.forward.overrides import USE_OURS
@@ -142,6 +143,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             entry.key: (entry.name, 0) for state in executor.host.blocks for entry in state.layout.trained
         }
         """By entry: its parameter, and the updates that it has had."""
+        self.memory_watch: MemoryWatch | None = None
+        """Looks at the state in RAM, once `watch_memory` is called."""
         executor.host.allocate_planes(optimizer)
         self.take_part(executor)
 
@@ -163,6 +166,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._executor = executor
         if executor.gradients.shared.ranks.size > 1:
             check_shares(self.kind, has_residents=bool(executor.states.blocks))
+        if self.memory_watch is not None:
+            self.memory_watch.take_part(executor)
         _plan_updates(executor, self.kind, clips=self._max_grad_norm is not None)
         executor.states.allocate()
         if self.updates is Updates.IMMEDIATE:
@@ -175,6 +180,19 @@ class StreamedOptimizer(torch.optim.Optimizer):
             executor.parts.optimizer = OptimizerWork(self._update_at_once)
         elif self._max_grad_norm is not None and executor.gradients.buffers.in_ram:
             executor.host.planes.allocate_gradients(executor.gradients.buffers.in_ram)
+
+    def watch_memory(self, rotation: int) -> MemoryWatch:
+        """Watch the state in RAM from the next step on: an error ends a step if a value changes by itself.
+
+        Values of the state are then written by updates and by the engine alone, and by nobody else.
+
+        Args:
+            rotation: The number of steps in which each part of the state is watched for one, and each frozen
+                weight is compared once.
+        """
+        trained = [[(part.start, part.stop) for part in parts] for parts in self._updated]
+        self.memory_watch = MemoryWatch(self._executor, trained, rotation)
+        return self.memory_watch
 
     @torch.no_grad()
     def step(self, closure: None = None) -> StepStats:  # type: ignore[override]
@@ -274,7 +292,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def _norm(self, stats: StepStats, blocks: Sequence[int]) -> Work:
         """Return what makes the norm of the gradients of `blocks` known."""
-        gradients = self._executor.gradients
+        gradients, watch = self._executor.gradients, self.memory_watch
+        step = 0 if watch is None else watch.step
 
         def work() -> None:
             try:
@@ -284,6 +303,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 raise
             self.num_skipped += stats.can_skip and not math.isfinite(norm)
             stats.settle(norm)
+            if watch is not None:
+                watch.check_frozen(step)
 
         return work
 
@@ -293,7 +314,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Return what an update runs, with all that may change before it runs."""
         executor, block = self._executor, operation.block
         ranges = partial(self.ranges, block, groups, executor.gradients.present[block])
-        return BlockUpdate(executor, operation, ranges, waits_for, self._max_grad_norm).run
+        return BlockUpdate(executor, operation, ranges, waits_for, self._max_grad_norm, self.memory_watch).run
 
     def _update_at_once(self, operation: StateUpdate) -> Work:
         return self._update(self._snapshot(), None, operation)

@@ -95,7 +95,7 @@ def write_adapter(engine: Engine, tokenizer: PreTrainedTokenizerBase, out: Path,
                 get=lambda name=name: host.value(name).clone(),  # type: ignore[misc]
             )
         )
-    write_safetensors(out / WEIGHTS_NAME, sources, {"format": "pt"})
+    write_safetensors(out / WEIGHTS_NAME, sources)
     write_bytes_durably(out / CONFIG_NAME, adapter_config(engine.model, base))
     with os_errors("write the tokenizer to", out):
         tokenizer.save_pretrained(out)

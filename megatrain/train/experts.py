@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain.distributed.alone import Alone
 from megatrain.distributed.ranks import Ranks
+from megatrain.errors import MegatrainError, warn_once
 from megatrain.files import write_bytes_durably
 from megatrain.stream.forward.expert_loads import ExpertLoads
 
@@ -62,16 +63,23 @@ class ExpertWatch:
         self._total |= {router: self._total.get(router, 0) + count for router, count in counts.items()}
         return {router: load_of(count) for router, count in counts.items()}
 
+    def drop(self) -> None:
+        """Drop what was counted since, which is of no step."""
+        if self._loads.has_routers:
+            self._loads.take()
+
     def write(self, path: Path) -> None:
         """Write the tokens of every expert of every router, over the steps of this process, if there are any.
 
-        Raises:
-            OutputError: The file cannot be written.
+        A file that cannot be written is a warning: the next save writes all of it.
         """
         if self._num_steps:
             tokens = {router: count.tolist() for router, count in self._total.items()}
             body = {"steps": self._num_steps, "tokens": tokens}
-            write_bytes_durably(path, (json.dumps(body) + "\n").encode())
+            try:
+                write_bytes_durably(path, (json.dumps(body) + "\n").encode())
+            except MegatrainError as error:
+                warn_once(_log, f"{error}. The run goes on, and tries again at its next save")
 
     def _summed(self, mine: Mapping[str, list[int]]) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}

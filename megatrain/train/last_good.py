@@ -51,6 +51,14 @@ class LastGood:
         self.saved = [*self.saved[-1:], step]
         self.num_sound_steps, self.has_skipped = 0, False
 
+    def lose(self, step: int) -> None:
+        """Record that the checkpoint of a step could not be saved."""
+        if step in self.saved:
+            self.saved.remove(step)
+            self.num_healthy = max(0, self.num_healthy - 1)
+        if step in self.kept:
+            self.kept.remove(step)
+
     @property
     def sound(self) -> int | None:
         """Return the step of the newest surely sound checkpoint, while there are doubts about later ones."""

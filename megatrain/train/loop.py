@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.format import fingerprint
-from megatrain.checkpoint.save import save
 from megatrain.config import Config
 from megatrain.config.sizes import counted
-from megatrain.config.types import steps_between
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.outputs.export import best_step, export_model, find_best
+from megatrain.train.planning.plan_run import Planned
+from megatrain.train.planning.space import require_space, space_of
 from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import require_checkpoint
 from megatrain.train.records.directory import MovedError, RunDirectory
@@ -28,16 +26,19 @@ from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.recovery import check_divergence, resume_point_told
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
+from megatrain.train.rescue import rescued
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.point import as_values, point_from_values
-from megatrain.train.resume.state import lend_state
 from megatrain.train.resume.state_commits import held_by_nodes
 from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.run import Run, prepare
+from megatrain.train.run_data import RunData
+from megatrain.train.saves import Saves
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
 from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
 from megatrain.train.step import train_step
+from megatrain.train.watching import begin_watch, end_watch
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -93,6 +94,7 @@ def train(
             caller if is_first else Caller(prepared=caller.prepared),
             references=caller.references(config),
             show=_log.info if is_first else _log.debug,
+            check=partial(_check_space, done=0 if point.record is None else int(point.record["step"])),
             callbacks=[*own_trackers, *callbacks],
             ranks=ranks,
         )
@@ -110,7 +112,8 @@ def train(
         with recorded(run, directory), resume_point_told(run, directory), ExitStack() as signals:
             stop = signals.enter_context(stop_flag(ranks, partial(what_follows, run)))
             try:
-                final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
+                with rescued(run, directory):
+                    final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
                     signals.close()  # an export may be interrupted
@@ -137,6 +140,24 @@ def train(
             directory.model,
         )
     return directory.path
+
+
+def _check_space(planned: Planned, data: RunData, *, done: int) -> None:
+    """Refuse a run whose directory has no room for its saves, or warn of too many that are kept.
+
+    Raises:
+        CapacityError: `require_space` raises it.
+    """
+    space = space_of(
+        planned.config,
+        planned.request,
+        num_steps=data.num_steps,
+        steps_per_epoch=data.steps_per_epoch,
+        done=done,
+        drive_bytes=planned.plan.tier_bytes("nvme"),
+    )
+    if warning := require_space(space):
+        _log.warning("%s", warning)
 
 
 def _start_of(
@@ -207,13 +228,13 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
         SystemExit: The first rank raises it where the run is stopped before its last step, to go on later.
     """
     settings, callbacks, is_first = run.config, run.callbacks, run.ranks.rank == 0
-    every = steps_between(settings.checkpoint.every, run.loader.steps_per_epoch)
     commit_every = settings.memory.commit_every
     run.health.begin()
-    with _shown(run, directory) as show:
+    begin_watch(run)
+    with _shown(run, directory) as show, Saves(run, directory, saved) as saves:
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
-            saved = _save(run, directory)  # the run was killed between its commit and its save
+            saves.begin()  # the run was killed between its commit and its save
         reason = run.evaluator.stop() if run.evaluator.wants_stop else ""
         while not run.is_complete and not reason and callbacks.failure is None:
             if run.ranks.tell(stop.is_set()):
@@ -221,7 +242,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 break
             with nullcontext() if run.within is None else run.within.step(run.step + 1):
                 row = train_step(run)
-            saved = None
+            saves.tell()
             callbacks.at(run.step, tokens=run.tokens)
             callbacks.call("on_step_end")
             is_last = run.is_complete or stop.is_set()
@@ -231,6 +252,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
                 callbacks.log(row.logged)
             if is_first:
                 check_divergence(run, row, directory)
+            if run.is_complete:
+                end_watch(run)
             ends_epoch = row.step % run.loader.steps_per_epoch == 0
             if ends_epoch:
                 callbacks.call("on_epoch_end")
@@ -244,13 +267,13 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if commit_every is not None and row.step % commit_every == 0:
                 run.commit()
                 callbacks.agree()  # a state that cannot be saved is a failure
-            is_time = every is not None and row.step % every == 0
-            if is_time or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
-                saved = _save(run, directory)
+            if saves.is_due() or (is_best and settings.eval.keep_best) or callbacks.wants("should_save"):
+                saves.begin()
             if ends_epoch and not run.is_complete:
                 callbacks.call("on_epoch_begin")
-    if saved is None:
-        saved = _save(run, directory)
+        if not run.is_complete:
+            end_watch(run)
+        saved = saves.last()
     callbacks.call("on_train_end")
     refuse_failed_callback(run, saved)
     if reason and not run.is_complete and is_first:
@@ -287,33 +310,3 @@ def _evaluate(run: Run) -> bool:
         run.callbacks.call("on_evaluate", metrics=outcome.numbers)  # callbacks compare it with the best
         run.callbacks.best(tracker.best_loss, tracker.best_step, None)
     return outcome.is_best
-
-
-def _save(run: Run, directory: RunDirectory) -> Path:
-    """Save the state, which all ranks bring together and the first one writes; return the checkpoint."""
-    keep_last = run.config.checkpoint.keep_last or sys.maxsize
-    run.last_good.save(run.step, keep_last)
-    meta = run.meta()  # other threads make the updates, which must be done
-    path, began_s = None, time.monotonic()
-    with run.moving(f"saving step {run.step}"):
-        if run.ranks.rank == 0:
-            with directory.found():
-                path = save(
-                    directory.checkpoints,
-                    step=run.step,
-                    write=run.write,
-                    meta=meta,
-                    keep_last=keep_last,
-                    keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
-                )
-        elif run.engine.host.is_read_by_all:
-            lend_state(run.engine)
-        saved = Path(run.ranks.tell(None if path is None else str(path)))
-    run.save_s = time.monotonic() - began_s
-    run.tell("checkpoint")
-    if run.ranks.rank == 0:
-        run.experts.write(directory.experts)
-    if (tracker := run.evaluator.best_tracker).best_step == run.step:
-        run.callbacks.best(tracker.best_loss, run.step, str(saved))
-    run.callbacks.call("on_save")
-    return saved

@@ -8,14 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatrain.checkpoint.load import find, find_step, step_of
-from megatrain.errors import DivergedError, MegatrainError, TornStateError
+from megatrain.errors import DivergedError, HardwareError, MegatrainError, TornStateError
 from megatrain.train.out_of_memory import memory_error
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import StepMetrics
+from megatrain.train.replay import Verdict
 from megatrain.train.resume.state_commits import held_by
 from megatrain.train.run import Run
+from megatrain.train.watching import with_way_out
 
 _log = logging.getLogger(__name__)
+
+_VERDICTS = {
+    Verdict.DATA.value: ", and did so in two more runs of the step, bit for bit: look at its rows",
+    Verdict.UNKNOWN.value: ", and whether the machine or the data are to blame cannot be told, since the "
+    "step has no form that repeats its bits",
+}
+"""What a replay adds to the warning about a jump."""
 
 
 @contextmanager
@@ -23,6 +32,7 @@ def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
     """Name the point to resume from in an error inside that has torn the state, of which nothing was saved.
 
     Raises:
+        HardwareError: A value in RAM has changed by itself.
         TornStateError: The error inside has torn the state.
         CapacityError: Memory has run out, and the state is whole.
     """
@@ -30,6 +40,11 @@ def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
         yield
     except Exception as error:
         first = run.engine.arrangement.integrity.cause
+        fault = error if isinstance(error, HardwareError) else first
+        if isinstance(fault, HardwareError):
+            raise with_way_out(fault, run, directory.checkpoints) from error
+        if first is None and isinstance(error, MegatrainError):
+            raise
         if first is None:
             told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}")
             if told is None:
@@ -39,12 +54,12 @@ def resume_point_told(run: Run, directory: RunDirectory) -> Iterator[None]:
             first,
             "so an update ended in the middle, and its state is lost; nothing of it was saved. Start the "
             "same command again, with checkpoint.resume=auto: it goes on from "
-            f"{_newest(run, directory)}",
+            f"{newest_point(run, directory)}",
         ) from error
 
 
-def _newest(run: Run, directory: RunDirectory) -> str:
-    """Name the checkpoint that `auto` takes, if it is whole."""
+def newest_point(run: Run, directory: RunDirectory) -> str:
+    """Name the point that `auto` takes: the newest checkpoint, if it is whole, or the commit on drives."""
     try:
         saved = next(iter(find(directory.checkpoints)), None)
         held = held_by(run.config, num_nodes=run.ranks.num_nodes)
@@ -67,6 +82,7 @@ def check_divergence(run: Run, row: StepMetrics, directory: RunDirectory) -> Non
     if row.spike_above is not None:
         run.tell("spike", loss=row.loss, above=row.spike_above)
         jump = f"the loss jumped to {row.loss:.4g}, above {row.spike_above:.4g} (train.on_spike)"
+        jump += _VERDICTS.get(row.replay or "", "")
         _log.warning("step %d: %s%s", row.step, jump, "; it makes no update" if row.skipped else "")
     if row.skipped:
         run.tell("skipped", reason=jump or "the gradient was not finite")

@@ -110,13 +110,9 @@ def check_start(config: Config, num_ranks: int) -> None:
 
 def is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bool:
     """Return whether the run has ended, and `hf/` holds its final model, byte for byte."""
-    if not _has_ended(config, newest):
+    left = left_by(directory, config, newest)
+    if left is None:
         return False
-    left = newest
-    best = best_step(newest.meta, loads_best=config.eval.load_best)
-    if best is not None:
-        path = find_best(directory.checkpoints, best)
-        left = verify(path, digests=False)
     with os_errors("read", directory.model):
         if not directory.model.exists():
             return False
@@ -124,6 +120,18 @@ def is_finished(directory: RunDirectory, config: Config, newest: Manifest) -> bo
             return True
     _log.warning("%s is not the model of step %d; it is written anew", directory.model, left.step)
     return False
+
+
+def left_by(directory: RunDirectory, config: Config, newest: Manifest) -> Manifest | None:
+    """Return the manifest of the checkpoint whose model a run that has ended leaves; None: it goes on.
+
+    Raises:
+        CheckpointError: The checkpoint of the best step is gone or damaged.
+    """
+    if not _has_ended(config, newest):
+        return None
+    best = best_step(newest.meta, loads_best=config.eval.load_best)
+    return newest if best is None else verify(find_best(directory.checkpoints, best), digests=False)
 
 
 def _has_ended(config: Config, newest: Manifest) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -56,7 +57,7 @@ from megatrain.train.resume.point import NEW_RUN, ResumePoint
 from megatrain.train.resume.record import record_refused
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
 from megatrain.train.resume.state_commits import encode_buffers, laid_out_as, tiers_of
-from megatrain.train.run_data import make_eval_sets, make_loader, read_data
+from megatrain.train.run_data import RunData, make_eval_sets, make_loader, read_data
 from megatrain.train.schedule import make_schedule
 from megatrain.train.screen.start import start_lines
 from megatrain.train.screen.within_step import WithinStep
@@ -69,6 +70,15 @@ if TYPE_CHECKING:
     from megatrain.distributed.ranks import Ranks
 
 _log = logging.getLogger(__name__)
+
+
+class Beginning(NamedTuple):
+    """The position of a run as a step began, to which it goes back where the step fails."""
+
+    num_issued: int
+    """The steps whose changes the engine had issued."""
+    position: dict[str, Any]
+    """The manifest's record of it, without the counts and the settings."""
 
 
 @dataclass(slots=True)
@@ -113,6 +123,8 @@ class Run:
     """The fingerprint of the model that answers are compared with; None if there is none."""
     within: WithinStep | None = None
     """What looks at the step that is going on; None between runs of steps, and on ranks after the first."""
+    beginnings: deque[Beginning] = field(default_factory=lambda: deque(maxlen=2))
+    """The beginnings of the newest two steps of a run of one rank, until its end."""
     save_s: float | None = None
     """The seconds that the newest save took; None before the first."""
     processor: Mapping[str, bytes] = field(default_factory=dict)
@@ -125,8 +137,12 @@ class Run:
 
     def tell(self, event: Event, **values: Any) -> None:
         """Record an event after the steps so far, with further facts about it as plain values."""
+        self.tell_of(self.step, event, **values)
+
+    def tell_of(self, step: int, event: Event, **values: Any) -> None:
+        """Record an event of an earlier step."""
         if self.events is not None:
-            self.events.write(event, self.step, **values)
+            self.events.write(event, step, **values)
 
     def doing(self, what: str) -> None:
         """Tell the other ranks what this one does from now on, in case it is lost."""
@@ -139,12 +155,43 @@ class Run:
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors, as plain values."""
         self.engine.settle()  # updates in the background count themselves
-        return self._position() | self._counts()
+        return self._position() | self._counts() | self._settings()
+
+    def begin_step(self) -> None:
+        """Note where the run is, since a step that fails has drawn data and random numbers."""
+        if self.ranks.size == 1:
+            num_issued = self.engine.arrangement.integrity.num_issued
+            self.beginnings.append(Beginning(num_issued, self._position()))
+
+    def end_update(self, num_targets: int) -> None:
+        """Count a step whose update is issued; from now on the run is behind it."""
+        self.scheduler.step()
+        self.step += 1
+        self.tokens += self.loader.num_tokens
+        self.targets += num_targets
+
+    def whole_meta(self) -> dict[str, Any] | None:
+        """Return `meta` of the last whole step after one that has failed, whose state the engine has.
+
+        None: no step was taken, or its state is not known to be that of any.
+
+        Raises:
+            TornStateError: The state is torn.
+        """
+        self.engine.settle()
+        found = list(self.beginnings)
+        integrity = self.engine.arrangement.integrity
+        if found and self.step > found[-1].position["step"]:
+            found.append(Beginning(integrity.num_issued, self._position()))
+        held = [each.position for each in found if each.num_issued == integrity.num_held]
+        if not held or not held[-1]["step"]:
+            return None
+        return held[-1] | self._counts() | self._settings()
 
     def commit(self) -> None:
         """Make this step the one that a crash goes back to, if the state is on drives; return at once."""
         if tiers_of(self.config) is not None:
-            position = self._position() | {"buffers": encode_buffers(self.engine.model)}
+            position = self._position() | self._settings() | {"buffers": encode_buffers(self.engine.model)}
             self.engine.commit(self.step, position, finish=self._counts)
 
     def _position(self) -> dict[str, Any]:
@@ -166,11 +213,13 @@ class Run:
             "last_good": self.last_good.state(),
             "router_loss": "mean",  # the mean of a step's micro-batches; older runs have added them up
             "callbacks": self.callbacks.saved_state(),
-            "config": shareable(self.config.model_dump(mode="json")),
         } | {name: value for name in ("base", "reference") if (value := getattr(self, name)) is not None}
 
     def _counts(self) -> dict[str, Any]:
         return {"updates": compact_counts(self.optimizer.steps)}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"config": shareable(self.config.model_dump(mode="json"))}
 
     def write(self, directory: Path) -> None:
         """Write the tensors and the files of a checkpoint: the model, or its adapters alone."""
@@ -235,6 +284,7 @@ def prepare(
     *,
     references: Path | None = None,
     show: Callable[[str], object] = _log.debug,
+    check: Callable[[Planned, RunData], object] = lambda planned, data: None,
     callbacks: Sequence[TrainerCallback] = (),
     ranks: Ranks | Alone = ALONE,
 ) -> Run:
@@ -249,6 +299,7 @@ def prepare(
         references: The folder in which log-probabilities of reference models are kept; None compares answers
             with nothing, where only times are measured.
         show: The function that is given the lines of `start_lines`, before memory is taken.
+        check: The function that looks at the first rank's plan, and may refuse it, before memory is taken.
         callbacks: The callbacks, of transformers' Trainer, which the run calls.
         ranks: The ranks that train together; the first one plans, and reads weights and state.
 
@@ -262,7 +313,7 @@ def prepare(
             config = as_begun(config, earlier["config"])
     asked, config = config, laid_out_as(point.committed, config)
     device = compute_device(config.train.device)
-    if config.train.deterministic:
+    if config.train.deterministic or config.train.on_spike == "replay":
         set_environment(device)  # this comes before the first product, in `measure_peak`
     uses_liger(config.model.kernels, device.type)  # an impossible wish is refused before anything is read
     with in_turn(ranks):  # the first rank prepares the data, or fails; the others read them
@@ -298,6 +349,8 @@ def prepare(
             config, model_counts, caller.measure, ranks, lately=Lately(caller.counts), **of_run
         )
         config = smallest_micro_batches(config) if planned is None else planned.config
+        if planned is not None:
+            check(planned, data)
         for line in start_lines(
             config,
             planned,

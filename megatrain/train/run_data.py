@@ -48,11 +48,15 @@ class RunData:
     """The training rows, without those that are held out of joined text."""
 
     @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps of one pass over the data."""
+        return -(-len(self.rows) // self.config.rows_per_step)
+
+    @property
     def num_steps(self) -> int:
         """The number of steps of the whole run."""
         train = self.config.train
-        per_epoch = -(-len(self.rows) // self.config.rows_per_step)
-        return train.steps or math.ceil((train.epochs or 1) * per_epoch)
+        return train.steps or math.ceil((train.epochs or 1) * self.steps_per_epoch)
 
 
 def read_data(

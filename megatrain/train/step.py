@@ -12,6 +12,7 @@ from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.ranks import count_written
 from megatrain.train.records.measured import measured
 from megatrain.train.records.metrics import StepMetrics
+from megatrain.train.replay import Replay, require_data
 from megatrain.train.run import Run
 
 
@@ -20,9 +21,13 @@ def train_step(run: Run) -> StepMetrics:
     started = time.monotonic()
     callbacks, policy = run.callbacks, run.config.train.on_spike
     run.doing(f"at step {run.step + 1}")
+    run.begin_step()
+    if run.optimizer.memory_watch is not None:
+        run.optimizer.memory_watch.step = run.step + 1
     micro_batches = next(run.loader)
-    seeds = run.micro_batch_seeds()
+    seeds, num_targets = run.micro_batch_seeds(), sum(map(count_targets, micro_batches))
 
+    replay = Replay(run, micro_batches, seeds) if policy == "replay" else None
     callbacks.call("on_step_begin")
     loss, shown = run.forward_backward(micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
@@ -30,18 +35,25 @@ def train_step(run: Run) -> StepMetrics:
     # With `warn`, the loss is read after the step, since the device is at work until then.
     highest = None if policy == "warn" else run.spikes.take(float(loss))
     grad_norm, is_skipped = None, highest is not None
+    experts = verdict = None
+    if highest is not None and replay is not None:
+        experts = run.experts.take()  # not what the replays count
+        verdict = replay.judge(float(loss), highest)
+        require_data(verdict, run, float(loss), highest)
     if is_skipped:
         run.engine.zero_grad()
     else:
         stats = run.optimizer.step()
-    run.scheduler.step()
+    run.end_update(num_targets)
     # `float(loss)` blocks until the device has finished; only the updates still run.
     loss_value = float(loss)
     if not is_skipped:
         grad_norm, is_skipped = stats.grad_norm, stats.skipped
         if policy == "warn":
             highest = run.spikes.take(loss_value)
-    experts = run.experts.take()
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
+    run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
+    experts = run.experts.take() if verdict is None else experts
     callbacks.call("on_optimizer_step")
     report = None if highest is not None and policy != "warn" else run.engine.last_step
     if run.planned is not None and not run.is_checked:
@@ -53,11 +65,6 @@ def train_step(run: Run) -> StepMetrics:
             run.tell("replan", reason=change)
 
     num_tokens = run.loader.num_tokens
-    run.step += 1
-    run.tokens += num_tokens
-    run.targets += sum(map(count_targets, micro_batches))
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_skipped else 0
-    run.last_good.take(is_skipped=is_skipped or not math.isfinite(loss_value))
     seconds = time.monotonic() - started
     if run.ranks.size > 1 and run.config.memory.drives:
         count_written(run.health, run.ranks)
@@ -74,6 +81,7 @@ def train_step(run: Run) -> StepMetrics:
         skipped=is_skipped,
         shown=shown,
         spike_above=highest,
+        replay=None if verdict is None else verdict.value,
         host_bytes=run.engine.host_bytes,
         device_bytes=run.engine.device_bytes_peak,
         **({} if report is None else _measured(run, report, num_tokens)),

@@ -43,6 +43,10 @@ class Watched(files.FileCalls):
         self._count("read", self._paths[descriptor])
         return super().read(descriptor, num_bytes)
 
+    def read_into(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        self._count("read", self._paths[descriptor])
+        return super().read_into(descriptor, buffer, offset)
+
     def fsync(self, descriptor: int) -> None:
         self._count("fsync", self._paths[descriptor])
 

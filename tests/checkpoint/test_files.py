@@ -28,7 +28,7 @@ def source(name: str, tensor: Tensor) -> tensor_files.TensorSource:
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> None:
-    tensor_files.write_safetensors(path, [source(*item) for item in tensors.items()], {"format": "pt"})
+    tensor_files.write_safetensors(path, [source(*item) for item in tensors.items()])
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -85,16 +85,16 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         tensor_files.TensorSource(name=str(index), dtype=torch.float32, shape=(1000,), get=get)
         for index in range(5)
     ]
-    tensor_files.write_safetensors(tmp_path / "model.safetensors", sources, {})
+    tensor_files.write_safetensors(tmp_path / "model.safetensors", sources)
     assert len(alive) == 5
 
 
 def test_tensor_other_than_announced_is_our_mistake(tmp_path: Path) -> None:
     wrong = tensor_files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=lambda: torch.ones(4))
     with pytest.raises(AssertionError, match="announced"):
-        tensor_files.write_safetensors(tmp_path / "model.safetensors", [wrong], {})
+        tensor_files.write_safetensors(tmp_path / "model.safetensors", [wrong])
     with pytest.raises(AssertionError, match="twice"):
-        tensor_files.write_safetensors(tmp_path / "model.safetensors", [source("a", torch.ones(1))] * 2, {})
+        tensor_files.write_safetensors(tmp_path / "model.safetensors", [source("a", torch.ones(1))] * 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_error_while_reading_the_source_is_not_blamed_on_the_output(tmp_path: Pa
 
     missing = tensor_files.TensorSource(name="a", dtype=torch.float32, shape=(3,), get=get)
     with pytest.raises(FileNotFoundError, match="no such shard"):
-        tensor_files.write_safetensors(tmp_path / "model.safetensors", [missing], {})
+        tensor_files.write_safetensors(tmp_path / "model.safetensors", [missing])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -164,16 +164,14 @@ def test_tensors_are_read_one_by_one(tmp_path: Path) -> None:
     path = save.save(
         tmp_path,
         step=1,
-        write=lambda directory: tensor_files.write_safetensors(
-            directory / "state.safetensors", sources, {"kind": "x"}
-        ),
+        write=lambda directory: tensor_files.write_safetensors(directory / "state.safetensors", sources),
         meta={},
         keep_last=1,
     )
     with load.read_safetensors(path / "state.safetensors") as found:
         assert set(found) == {"a", "b"}
         assert "a" in found
-        assert found.metadata == {"kind": "x"}
+        assert found.metadata == {"format": "pt"}
         for name, value in tensors.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=0)
         with pytest.raises(CheckpointError, match="has no tensor c"):

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import pytest
+
 from megatrain import files
 from megatrain.checkpoint.load import newest_whole
 from megatrain.layout import drive_chunks
@@ -21,13 +23,16 @@ from megatrain.plan.search.request import Request
 from megatrain.store import on_drives
 from megatrain.store.drives import system as calls
 from megatrain.store.placement import Placement
+from megatrain.train import loop
 from megatrain.train.caller import Caller
 from megatrain.train.loop import train
+from megatrain.train.spikes import Spikes
 from tests.checkpoint.faults import Watched
 from tests.distributed import training  # noqa: F401  # forks of what has imported this have it too
 from tests.searches import searched_for_a_moment
 from tests.store.disks import Counted, Failing, Killed
 from tests.train.project import make_config
+from tests.train.test_replay import Faulty
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -178,3 +183,41 @@ def _kill_at(ranks: Any, number: int, how: str) -> None:
         collective(*arguments)
 
     ranks._do = counted
+
+
+def train_with_a_jump(ranks: Any, *, root: str, out: str, faulty: list[int] | None = None) -> str:
+    """Train as `train_run`, with a jump of the loss in the third step, which is run again.
+
+    Args:
+        ranks: As there.
+        root: As there.
+        out: As there.
+        faulty: A rank, and the number of its calls of forward and backward in which a weight is wrong.
+    """
+    take = Spikes.take
+
+    def told(self: Spikes, loss: float) -> float | None:
+        take(self, loss)
+        return loss / 2 if len(self.state()) == 3 else None
+
+    with patch.object(Spikes, "take", told), pytest.MonkeyPatch.context() as context:
+        if faulty is not None and ranks.rank == faulty[0]:
+            Faulty(context, {faulty[1]})
+        return train_run(ranks, root=root, out=out, train={"on_spike": "replay"})
+
+
+def train_with_a_flip(ranks: Any, *, root: str, out: str, flips: int) -> str:
+    """Train as `train_run`, all of the state watched, with a flip in what a rank has updated in step 5."""
+    take = loop.train_step
+
+    def flipping(run: Any) -> Any:
+        row = take(run)
+        if run.step == 5:
+            run.engine.settle()
+            if ranks.rank == flips:
+                held = next(each for units in run.optimizer.memory_watch._held for each in units.values())
+                held.planes[-1][1][0] ^= 1
+        return row
+
+    with patch.object(loop, "train_step", flipping):
+        return train_run(ranks, root=root, out=out, memory={"watch": 1.0})

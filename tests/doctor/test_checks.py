@@ -157,7 +157,7 @@ def test_room_for_checkpoints(tmp_path: Path, free: int, level: Level) -> None:
     assert (room.level, bool(room.fix)) == (level, level is not Level.OK)
     assert room.text == f"ext4 on nvme1n1 (Samsung 990), to be made in {tmp_path}; {free / 1e9:,.1f} GB free"
     assert (kind.text, kind.level) == ("NVMe", Level.OK)
-    assert wear.text.startswith("5.0 GB written since start-up; endurance is not readable from /sys")
+    assert wear.text.startswith("5.0 GB written since start-up; endurance is not told")
 
 
 def test_directory_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

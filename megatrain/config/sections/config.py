@@ -38,14 +38,15 @@ from megatrain.config.types import (
     Betas,
     Bytes,
     Count,
-    Every,
     LocalPath,
     Name,
     Paths,
     Patterns,
     Rate,
+    SaveEvery,
     Schedule,
     Steps,
+    Watch,
     as_tuple,
     one_of,
     reads_as,
@@ -211,6 +212,10 @@ class MemoryConfig(Section):
     accept_wear: bool = False
     """Start a run though it will use up the rated endurance of its drives before it ends. false = such a run
     does not start (exit code 9), and what would spare the drives is said."""
+    watch: Watch = "auto"
+    """The share of the state in RAM that is watched at any moment for values that change by themselves: the
+    parts take turns, and frozen weights are all compared in turn. A change stops the run with exit code 10.
+    `auto` = as much as 1 % of a step's time allows, which the plan states."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """The action if the first step has allocated other bytes than planned: go on with a warning, or stop."""
 
@@ -238,12 +243,19 @@ class MemoryConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints and resuming."""
 
-    every: Every | None = 500
-    """Steps between checkpoints; `epoch` = after each pass over the data, `epoch/4` = four times in each.
-    null = only at the end, or when stopped by a signal."""
+    every: SaveEvery | None = "auto"
+    """Steps between checkpoints, or a time such as `30min` or `2h`; `epoch` = after each pass over the data,
+    `epoch/4` = four times in each. `auto` = the shortest time, 10 minutes or more, in which saving takes 2 %
+    of the run at most. null = only at the end, or when stopped by a signal."""
     keep_last: Count | None = 2
     """Newest checkpoints to keep, and beside them what `eval.keep_best` says and, after skipped steps, the
     newest from before the first of them, until the run is healthy again. null = all."""
+    background: bool = True
+    """Training goes on while a checkpoint is written: each block is copied before its next update. false =
+    steps wait until it is on the disk. Several ranks always wait."""
+    buffer: Annotated[Bytes, Field(ge=64 * 2**20, le=8 * 2**30)] = 512 * 2**20
+    """Host memory through which a checkpoint is written in the background, 64MiB to 8GiB, but no more than
+    half of what the run leaves. An update waits for the disk where it is full."""
     resume: Name = "auto"
     """`auto` continues from the newest whole checkpoint in `out`, `no` refuses to, a path names one."""
 

@@ -13,6 +13,7 @@ Event = Literal[
     "start",
     "resume",
     "checkpoint",
+    "unsaved",
     "skipped",
     "spike",
     "evaluation",
@@ -26,12 +27,13 @@ Event = Literal[
 ]
 """The events of a run.
 
-start: a new run. resume: goes on from `step`. checkpoint: `step` is saved. skipped: an update was left out,
-with the reason. spike: the `loss` jumped, `above` what. evaluation: on held-out data, with `loss`,
-`perplexity` and the `name` of the set. best: the best evaluation so far. replan: a new plan, with its reason.
-sample: a `prompt` and the `text` after it. ranks: several have not ended as they should, with their exit
-`codes`, their `sentences`, and how many are `left` to go on. stop: a signal, or an early stop, with the
-reason. end: all steps are done. error: the run ended, with `text` and `exit_code`.
+start: a new run. resume: goes on from `step`. checkpoint: `step` is saved, which took `seconds`, of which
+updates waited `waited_s`. unsaved: `step` could not be saved, with the reason; the run goes on. skipped: an
+update was left out, with the reason. spike: the `loss` jumped, `above` what. evaluation: on held-out data,
+with `loss`, `perplexity` and the `name` of the set. best: the best evaluation so far. replan: a new plan,
+with its reason. sample: a `prompt` and the `text` after it. ranks: several have not ended as they should,
+with their exit `codes`, their `sentences`, and how many are `left` to go on. stop: a signal, or an early
+stop, with the reason. end: all steps are done. error: the run ended, with `text` and `exit_code`.
 """
 
 EVENTS: tuple[str, ...] = get_args(Event)

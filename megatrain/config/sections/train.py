@@ -61,10 +61,11 @@ class TrainConfig(Section):
     """Give the same bits in every run on the same device with the same software: operations take their
     deterministic forms, attention is flash and not cuDNN, and one that has no such form stops the run. Slower
     on a GPU, as `megatrain plan` says; no difference on a CPU."""
-    on_spike: Literal["warn", "skip", "stop"] = "warn"
+    on_spike: Literal["warn", "skip", "stop", "replay"] = "warn"
     """The action when the loss jumps: above the median of the last 64 steps by more than a tenth, and by
     more than 8 robust standard deviations. `warn` says so, `skip` makes no update, `stop` ends the run (exit
-    code 5)."""
+    code 5). `replay` runs the step twice more: if its bits differ the machine computes wrong, and the run
+    ends (exit code 10), else it skips the step."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
     step. `auto` = on a GPU, if torch has a compiler for it."""

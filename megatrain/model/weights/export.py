@@ -13,7 +13,6 @@ import copy
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -35,6 +34,8 @@ from megatrain.model.weights.untouched import Untouched
 
 _GROUP = getattr(core_model_loading, "GroupWeightRename", ())
 """The renaming of several names that depend on each other, which older releases of transformers lack."""
+MAX_SHARD_BYTES = 5 * 2**30
+"""The size from which weights are split into several files, where nothing else is said."""
 _MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX_NAME)
 
 
@@ -46,7 +47,7 @@ def export_weights(
     read: Callable[[str], torch.Tensor],
     dtype: Callable[[str], torch.dtype] | None = None,
     untouched: Untouched | None = None,
-    max_shard_bytes: int = 5 * 2**30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model directory that `from_pretrained` opens, with the keys that `save_pretrained` writes.
 
@@ -69,20 +70,111 @@ def export_weights(
         ModelError: The model shares parameters in a way that its class does not declare.
     """
     out = Path(out)
-    specs = _state_specs(model, dtype)
-    units = _units(model, _assign_buffers(groups, specs, persistent_buffers(model)))
-    others: Specs = {} if untouched is None else untouched.specs
-    shards = _plan_shards(model, units, specs, others, max_shard_bytes)
+    plan = ExportPlan(model, groups, dtype=dtype, untouched=untouched, max_shard_bytes=max_shard_bytes)
     with os_errors("write", out), _directory(out) as written:
-        values = [_values(model, units, specs, read)]
-        if untouched is not None:
-            values.append(untouched.values())
-        _write_shards(out, shards, chain(*values), written)
-        if len(shards) > 1:
-            _write_text(out / INDEX_NAME, _index_text(model, shards), written)
-        if model.can_generate():
-            _write_text(out / "generation_config.json", model.generation_config.to_json_string(), written)
-        _write_text(out / "config.json", _config_text(model, specs), written)
+        _write_shards(out, plan.shards, plan.values(read), written)
+        for name, text in plan.texts().items():
+            _write_text(out / name, text, written)
+
+
+class ExportPlan:
+    """The files of a model directory: what is in them, and how each of their tensors is made."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        groups: Sequence[Sequence[str]],
+        *,
+        dtype: Callable[[str], torch.dtype] | None = None,
+        untouched: Untouched | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Plan the files; the arguments are those of `export_weights`.
+
+        Raises:
+            ModelError: The model shares parameters in a way that its class does not declare.
+        """
+        self._model, self._untouched = model, untouched
+        self._specs = _state_specs(model, dtype)
+        self._saved = _saved_names(model)
+        self.units = _units(model, _assign_buffers(groups, self._specs, persistent_buffers(model)))
+        """Names of parameters and buffers that are read, and converted to tensors of files, together."""
+        self.keys: list[list[str]] = []
+        """The names in the files of the tensors that each unit makes."""
+        self.shards = self._plan_shards(max_shard_bytes)
+        """The files of weights."""
+
+    def _plan_shards(self, max_shard_bytes: int) -> list[Shard]:
+        """Fill shards with what the reverse conversion makes, in the order of writing, and with others."""
+        written: Specs = {}
+        for unit in self.units:
+            empty = {
+                name: torch.empty(shape, device="meta", dtype=dtype)
+                for name, dtype, shape in ((name, *self._specs[name]) for name in unit)
+            }
+            made = _reverted(self._model, empty, self._saved)
+            self.keys.append(list(made))
+            for key, value in made.items():
+                written[key] = value.dtype, tuple(value.shape)
+        others: Specs = {} if self._untouched is None else self._untouched.specs
+        if twice := sorted(written.keys() & others.keys()):
+            raise ModelError(
+                f"{twice[0]} is a tensor of the model, and one that it has no place for; rename one"
+            )
+        shards = [Shard()]
+        for key, (dtype, shape) in (written | others).items():
+            if shards[-1].tensors and shards[-1].num_bytes + num_bytes(dtype, shape) > max_shard_bytes:
+                shards.append(Shard())
+            shards[-1].add(key, dtype, shape)
+        for number, shard in enumerate(shards, 1):
+            shard.name = (
+                WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            )
+        return shards
+
+    def make(
+        self,
+        unit: Sequence[str],
+        read: Callable[[str], torch.Tensor],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of files that a unit makes, by their names there.
+
+        Args:
+            unit: One of `units`.
+            read: The function that returns the value of a parameter on the host.
+            buffers: The values of the persistent buffers; None: as the model has them.
+        """
+        if buffers is None:
+            buffers = persistent_buffers(self._model)
+        values = {}
+        for name in unit:
+            if name in buffers or self._saved[name] is not None:
+                values[name] = buffers[name] if name in buffers else read(name)
+                found = (values[name].dtype, tuple(values[name].shape))
+                expected = self._specs[name]
+                assert found == expected, f"{name} is read as {found}, and the model has {expected}"
+        return _reverted(self._model, values, self._saved)
+
+    def values(self, read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read unit after unit, and yield the tensors of the files."""
+        buffers = persistent_buffers(self._model)
+        for unit in self.units:
+            made = self.make(unit, read, buffers)
+            for key in list(made):
+                yield key, made.pop(key)
+        if self._untouched is not None:
+            yield from self._untouched.values()
+
+    def texts(self) -> dict[str, str]:
+        """Return the small files by name, with the one last without which the directory is no model."""
+        texts = {}
+        if len(self.shards) > 1:
+            texts[INDEX_NAME] = _index_text(self._model, self.shards)
+        if self._model.can_generate():
+            texts["generation_config.json"] = self._model.generation_config.to_json_string()
+        texts["config.json"] = _config_text(self._model, self._specs)
+        return texts
 
 
 def _state_specs(model: PreTrainedModel, dtype: Callable[[str], torch.dtype] | None) -> Specs:
@@ -188,30 +280,6 @@ def _saved_names(model: PreTrainedModel) -> dict[str, str | None]:
     return saved
 
 
-def _plan_shards(
-    model: PreTrainedModel, units: list[list[str]], specs: Specs, others: Specs, max_shard_bytes: int
-) -> list[Shard]:
-    """Fill shards with what the reverse conversion makes, in the order of writing, and with other tensors."""
-    saved = _saved_names(model)
-    written: Specs = {}
-    for unit in units:
-        empty = {name: torch.empty(specs[name][1], dtype=specs[name][0], device="meta") for name in unit}
-        for key, value in _reverted(model, empty, saved).items():
-            written[key] = value.dtype, tuple(value.shape)
-    if twice := sorted(written.keys() & others.keys()):
-        raise ModelError(f"{twice[0]} is a tensor of the model, and one that it has no place for; rename one")
-    shards = [Shard()]
-    for key, (dtype, shape) in (written | others).items():
-        if shards[-1].tensors and shards[-1].num_bytes + num_bytes(dtype, shape) > max_shard_bytes:
-            shards.append(Shard())
-        shards[-1].add(key, dtype, shape)
-    for number, shard in enumerate(shards, 1):
-        shard.name = (
-            WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        )
-    return shards
-
-
 def _reverted(
     model: PreTrainedModel, values: dict[str, torch.Tensor], saved: Mapping[str, str | None]
 ) -> dict[str, torch.Tensor]:
@@ -222,18 +290,6 @@ def _reverted(
         if kept is not None:
             state[kept] = value
     return revert_weight_conversion(model, state) if state else {}
-
-
-def _values(
-    model: PreTrainedModel, units: list[list[str]], specs: Specs, read: Callable[[str], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read unit after unit, and yield the tensors of the checkpoint that it makes."""
-    buffers = persistent_buffers(model)
-    saved = _saved_names(model)
-    for unit in units:
-        reverted = _reverted(model, _read_unit(unit, specs, buffers, saved, read), saved)
-        for key in list(reverted):
-            yield key, reverted.pop(key)
 
 
 def _write_shards(
@@ -250,22 +306,6 @@ def _write_shards(
                 writers.update(dict.fromkeys(shard.tensors, writer))
             writers.pop(key).write(key, value)
             del value  # before the next one is read
-
-
-def _read_unit(
-    unit: list[str],
-    specs: Specs,
-    buffers: Mapping[str, torch.Tensor],
-    saved: Mapping[str, str | None],
-    read: Callable[[str], torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    values = {}
-    for name in unit:
-        if name in buffers or saved[name] is not None:
-            values[name] = buffers[name] if name in buffers else read(name)
-            found = (values[name].dtype, tuple(values[name].shape))
-            assert found == specs[name], f"{name} is read as {found}, and the model has {specs[name]}"
-    return values
 
 
 def _index_text(model: PreTrainedModel, shards: list[Shard]) -> str:

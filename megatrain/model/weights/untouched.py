@@ -63,5 +63,9 @@ class Untouched:
         Raises:
             ModelError: A file cannot be read.
         """
-        for key, source in self._sources.items():
-            yield key, read_tensor(self._handles, source)
+        for key in self._sources:
+            yield key, self.value(key)
+
+    def value(self, key: str) -> torch.Tensor:
+        """Return one of them; see `values`."""
+        return read_tensor(self._handles, self._sources[key])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatrain.optim.adamw.fused import update_resident, why_not_fused
 from megatrain.optim.adamw.host import AdamWStep, Planes, update_many
 from megatrain.optim.pool import WorkerPool
+from megatrain.optim.tasks import Apart
 from megatrain.optim.updates import Ranges
 
 __all__ = ["update_on_device", "update_on_host", "why_not_fused"]
 
 
-def update_on_host(pool: WorkerPool, ranges: Ranges) -> None:
+def update_on_host(pool: WorkerPool, ranges: Ranges, apart: Sequence[Sequence[Apart]] = ()) -> None:
     """Update ranges in host memory."""
-    update_many(pool, _as_adamw(ranges))
+    update_many(pool, _as_adamw(ranges), apart)
 
 
 def update_on_device(device: torch.device, ranges: Ranges) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.optim.pool import WorkerPool
-from megatrain.optim.tasks import ALIGN_NUMEL, all_bits_of, check_flat, check_host, run_pieces
+from megatrain.optim.tasks import ALIGN_NUMEL, Apart, all_bits_of, check_flat, check_host, run_pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,12 +138,17 @@ class Planes:
         return Planes(**{field.name: part(field.name) for field in fields(self)})
 
 
-def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) -> None:
+def update_many(
+    pool: WorkerPool,
+    ranges: Iterable[tuple[AdamWStep, Planes]],
+    apart: Sequence[Sequence[Apart]] = (),
+) -> None:
     """Update many ranges in place; small ones (norm weights, biases) share tasks.
 
     Args:
         pool: The threads to use; the result does not depend on their number.
         ranges: The hyper-parameters and planes of each range; ranges must not overlap.
+        apart: The parts of each range that one thread updates by itself; empty: there are none.
     """
     pieces: list[Callable[[int, int], None]] = []
     numels = []
@@ -155,7 +160,7 @@ def update_many(pool: WorkerPool, ranges: Iterable[tuple[AdamWStep, Planes]]) ->
         numels.append(planes.working.numel())
         if planes.exp_avg_scale is not None:
             align = max(align, SCALE_NUMEL)
-    run_pieces(pool, pieces, numels, align)
+    run_pieces(pool, pieces, numels, align, apart)
 
 
 def _kernel(hyper: AdamWStep, planes: Planes) -> Callable[[int, int], None]:

@@ -13,6 +13,7 @@ from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.plan import Plan
 from megatrain.hardware import HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
+from megatrain.plan.cost.saved_bytes import checkpoint_bytes
 
 AMORTISED_YEARS = 3
 """Over which the price of a machine is spread, without interest, resale or idle time."""
@@ -75,8 +76,7 @@ def economics(
     per_day = written * DAY_S / plan.step_s
     rated = None if spec.drives is None else spec.drives.rated_bytes_written
     drives = spec.drives
-    less = DEFAULT.bytes_per_element - optimizer.bytes_per_element  # an anatomy is counted with the usual one
-    checkpoint_bytes = anatomy.checkpoint_bytes - round(less * anatomy.num_trained)
+    saved = checkpoint_bytes(anatomy, optimizer)
     return Economics(
         tokens=tokens,
         steps=steps,
@@ -86,8 +86,8 @@ def economics(
         usd=usd,
         usd_per_million_tokens=None if usd is None else usd / (steps * plan.batch.step_tokens) * 1e6,
         kwh=None if watts is None else watts * seconds / _HOUR_S / 1000,
-        checkpoint_bytes=checkpoint_bytes,
-        checkpoint_s=None if drives is None else checkpoint_bytes / drives.write_bytes_per_s,
+        checkpoint_bytes=saved,
+        checkpoint_s=None if drives is None else saved / drives.write_bytes_per_s,
         drive_written_per_day=per_day,
         drive_written=float(written) * steps,
         drive_days=rated / per_day if rated is not None and per_day else None,

@@ -66,10 +66,13 @@ class LayerCosts:
         """
         return [run.leaving_bytes for run in self.runs[:-1]]
 
-    def sums(self) -> tuple[float, float, float, float]:
+    def sums(self, first_trained: int = 0) -> tuple[float, float, float, float]:
         """Return the seconds of all forwards, all backwards and all forwards again, and the bytes saved.
 
         Backwards are with what is made again inside them; forwards again make the boundary of the next layer.
+
+        Args:
+            first_trained: The layer with which backward ends.
         """
         kinds = Counter(zip(self._kinds, self.choice.activations, strict=True))
         forward = backward = 0.0
@@ -77,8 +80,9 @@ class LayerCosts:
             forward_s, backward_s, inside_s = self._known_of(kind, policy)
             forward += count * forward_s
             backward += count * (backward_s + inside_s)
-        after = self.choice.activations[1:]
-        again = sum(self.forward_s(number) for number, policy in enumerate(after) if policy in _DROPPING)
+        backward -= sum(self.backward_s(n) + self.inside_s(n) for n in range(first_trained))
+        before = range(max(0, first_trained - 1), len(self.layers) - 1)
+        again = sum(self.forward_s(n) for n in before if self.choice.activations[n + 1] in _DROPPING)
         return forward, backward, again, float(sum(self._saved_bytes))
 
     @property

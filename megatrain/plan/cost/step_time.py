@@ -262,7 +262,8 @@ class Step:
     @cached_property
     def sums(self) -> list[float]:
         """Return `LayerCosts.sums` of all micro-batches."""
-        return [value * self.batch.num_micro_batches for value in self.costs.sums()]
+        found = self.costs.sums(self.block_sums.first_trained)
+        return [value * self.batch.num_micro_batches for value in found]
 
     @cached_property
     def compute_s(self) -> float:
@@ -295,7 +296,9 @@ class Step:
         among, residency = self.batch.gathers_among, sums.residency(choice)
         fetched, offloaded = sums.moved_bytes(choice, self.partial_sums, among)
         saved = self.sums[3]
-        restored = saved - rounds * self.costs.newest_bytes
+        first = self.block_sums.first_trained
+        unread = sum(run.leaving_bytes for run in self.costs.runs[:first]) * self.batch.num_micro_batches
+        restored = max(0.0, saved - unread - rounds * self.costs.newest_bytes)
         read, written = sums.drive_bytes(choice, rounds, self.batch, self.commit_every, self.rates.optimizer)
         places = sums.gradient_places(choice, self.batch.num_micro_batches)
         parked = sum(self.blocks[block].size.parked_bytes for block in places.on_drives)

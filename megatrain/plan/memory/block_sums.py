@@ -22,7 +22,7 @@ from megatrain.layout.ownership import drive_totals, node_totals, piece_bytes, p
 from megatrain.layout.totals import BlockTotals, GradientPlaces, Residency, gradient_tiers
 from megatrain.model.profile.anatomy import Anatomy, Layer
 from megatrain.plan.memory.planned_blocks import PlannedBlock, list_blocks
-from megatrain.plan.program.spec import DriveSpec
+from megatrain.plan.program.spec import DriveSpec, first_trained
 
 
 class BlockSums:
@@ -225,6 +225,8 @@ class BlockSums:
         """
         first, last = self.first_streamed(choice), self.first_outer
         total = self.totals[first:last].total(_fetched, gathers_among)
+        ends = max(first, self.starts[self.first_trained])
+        back = self.totals[ends:last].total(_fetched, gathers_among)
         if choice.expert_chunks > 1:  # the order of the state is not that of the visits
             largest = max(
                 (_fetched(size, gathers_among) for size in self.totals.sizes[first:last]), default=0
@@ -232,11 +234,17 @@ class BlockSums:
             held = turned = choice.num_slots * largest
         else:
             held = self.totals[first : min(first + choice.num_slots, last)].total(_fetched, gathers_among)
-            turned = self.totals[max(last - choice.num_slots, first) : last].total(_fetched, gathers_among)
-        fetched = max(num_rounds * (2 * total - turned) - (num_rounds - 1) * held, total)
+            turned = self.totals[max(last - choice.num_slots, ends) : last].total(_fetched, gathers_among)
+        fetched = max(num_rounds * (total + back - turned) - (num_rounds - 1) * held, total)
         if not choice.outer_resident:
             fetched += self.totals[last:].total(_fetched, gathers_among)
         return fetched
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The layer with which backward ends."""
+        layers = [self.passed(number) for number in range(len(self.num_chunks))]
+        return first_trained([block.size.is_trained for block in self.blocks], layers, self.behind)
 
     @cached_property
     def by_size(self) -> list[int]:

@@ -148,6 +148,8 @@ class Operation(_Known):
     """What is enqueued is what the program says; False: the kind has a `begin`, which has to be asked."""
     changes: ClassVar[str] = ""
     """The method of `Integrity` that counts its work as a change of the state; none: it is no such change."""
+    changes_home: ClassVar[bool] = False
+    """It changes the state of its block in host memory."""
 
     def __init_subclass__(cls) -> None:
         """Take note of a kind."""

@@ -53,6 +53,22 @@ class DriveSpec:
         return own_bytes(nbytes, first_turn(block, start), self.rank, self.num_ranks)
 
 
+def first_trained(
+    is_trained: Sequence[bool], layers: Sequence[Sequence[int]], behind: Collection[int]
+) -> int:
+    """Return the layer with which backward ends: nothing before it is trained.
+
+    Args:
+        is_trained: Whether something of each block is trained.
+        layers: The blocks of each decoder layer.
+        behind: The outer blocks that the model passes behind all layers.
+    """
+    elsewhere = {*behind, *(block for layer in layers for block in layer)}
+    if any(here for block, here in enumerate(is_trained) if block not in elsewhere):
+        return 0  # the embedding: backward goes through all layers
+    return next((n for n, layer in enumerate(layers) if any(is_trained[block] for block in layer)), 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec:
     """The specification from which a step's program follows: the blocks, and a choice for them."""
@@ -115,10 +131,6 @@ class StepSpec:
             saved: The bytes that each layer saves to the host; see `layer_plans`.
             num_chunks: The number of chunks of each layer's experts; None: none come apart.
         """
-        elsewhere = {*behind, *(block for layer in layers for block in layer)}
-        trained = [any(sizes[block].is_trained for block in layer) for layer in layers]
-        if any(size.is_trained for block, size in enumerate(sizes) if block not in elsewhere):
-            trained[0] = True  # the embedding: backward goes through all layers
         return cls(
             sizes=sizes,
             layers=layer_plans(choice.policies, layers, choice.boundaries, saved, num_chunks),
@@ -128,7 +140,7 @@ class StepSpec:
             sums=choice.sums,
             ends=_ends(ends, sizes),
             behind=tuple(behind),
-            first_trained=trained.index(True) if any(trained) else 0,
+            first_trained=first_trained([size.is_trained for size in sizes], layers, behind),
             activations_on_drives=choice.boundaries == "nvme",
         )
 

@@ -63,7 +63,7 @@ def check_places(directories: Sequence[Path], needs: Sequence[int]) -> None:
         seen.add(real)
         with drive_errors("use the drive of", directory):
             device = os.stat(where).st_dev
-            free, taken = calls.system.free_bytes(where), _taken(directory / STATE_NAME)
+            free, taken = calls.system.free_bytes(where), bytes_taken(directory / STATE_NAME)
         first, sum_free, sum_need = rooms.get(device, (directory, free, 0))
         rooms[device] = (first, sum_free + taken, sum_need + need)
     for directory, free, need in rooms.values():
@@ -92,7 +92,7 @@ def room_of(directories: Sequence[Path]) -> int:
     for directory in places:
         where = next(level for level in (directory, *directory.parents) if level.is_dir())
         drive = drives.setdefault(os.stat(where).st_dev, [free_bytes(where)])
-        drive.append(_taken(directory / STATE_NAME))
+        drive.append(bytes_taken(directory / STATE_NAME))
     return len(places) * min(sum(drive) // (len(drive) - 1) for drive in drives.values())
 
 
@@ -138,6 +138,6 @@ def _existing(directory: Path) -> Path:
     return where
 
 
-def _taken(file: Path) -> int:
+def bytes_taken(file: Path) -> int:
     """Return the bytes that an earlier run's file holds on the drive already: it is used again."""
     return file.stat().st_blocks * 512 if file.is_file() else 0

@@ -33,6 +33,8 @@ PREPARED_NAME = "prepared.json"
 FORMAT_VERSION = 1
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n\}\n\Z')
 _KEYS = {"format", "owner", "fingerprint", "drives", "step", "copies", "sums", "meta", "digest"}
+_NEWER_KEYS = {"extent_bytes", "chunk_bytes"}
+"""Keys that records of earlier versions lack; nothing but `verification` needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,10 @@ class CommitRecord:
     """xxh3-64 of each chunk of these copies, extent after extent; 0 where there is none."""
     meta: Mapping[str, Any]
     """Plain JSON values of the caller."""
+    extent_bytes: tuple[int, ...] = ()
+    """The size of each extent; empty in a record of an earlier version."""
+    chunk_bytes: int = 0
+    """The size at which extents are cut into chunks; 0 in a record of an earlier version."""
 
 
 def read_record(directory: Path, name: str = RECORD_NAME) -> CommitRecord | None:
@@ -78,7 +84,8 @@ def read_record(directory: Path, name: str = RECORD_NAME) -> CommitRecord | None
         )
     try:
         body = json.loads(data)
-        is_ours = isinstance(body, dict) and body.get("format") == FORMAT_VERSION and body.keys() == _KEYS
+        is_ours = isinstance(body, dict) and body.get("format") == FORMAT_VERSION
+        is_ours = is_ours and body.keys() - _NEWER_KEYS == _KEYS
         return _decode(body) if is_ours else _refuse_version(path)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
@@ -110,15 +117,19 @@ def _decode(body: Mapping[str, Any]) -> CommitRecord:
         "sums": str,
         "meta": dict,
     }
-    for key, kind in kinds.items():
+    newer = {"extent_bytes": list, "chunk_bytes": int}
+    for key, kind in {**kinds, **{key: newer[key] for key in newer.keys() & body.keys()}}.items():
         if type(body[key]) is not kind:  # not isinstance: JSON's true is a Python int
             raise TypeError(f"its {key} is a {type(body[key]).__name__}")
+    if not all(type(size) is int and size >= 0 for size in body.get("extent_bytes", ())):
+        raise ValueError("its extent_bytes are no sizes")
     if body["step"] < 0 or not all(isinstance(drive, str) for drive in body["drives"]):
         raise ValueError("it has a negative step, or a drive without a name")
     sums = array("Q")
     sums.frombytes(base64.b64decode(body["sums"], validate=True))
-    given = {key: body[key] for key in kinds}
-    return CommitRecord(**given | {"drives": tuple(body["drives"]), "sums": tuple(sums)})
+    given = {key: body[key] for key in body.keys() - {"format", "digest"}}
+    lists = {"drives": tuple(body["drives"]), "extent_bytes": tuple(body.get("extent_bytes", ()))}
+    return CommitRecord(**given | lists | {"sums": tuple(sums)})
 
 
 def read_records(directory: Path) -> list[CommitRecord]:
@@ -220,6 +231,7 @@ def _encode(record: CommitRecord) -> bytes:
     assert words.itemsize == 8
     body = {"format": FORMAT_VERSION} | {each.name: getattr(record, each.name) for each in fields(record)}
     body |= {"drives": list(record.drives), "meta": dict(record.meta)}
+    body["extent_bytes"] = list(record.extent_bytes)
     body["sums"] = base64.b64encode(words.tobytes()).decode()
     text = json.dumps(body, indent=1, allow_nan=False)
     assert json.loads(text) == body, "the meta of a commit must be plain JSON values with string keys"

@@ -39,6 +39,7 @@ from megatrain.store.drives.record import (
     settle_records,
     write_record,
 )
+from megatrain.store.drives.refusals import damaged_chunk, other_file, other_size
 from megatrain.store.drives.tables import Tables, table_bytes
 
 
@@ -159,15 +160,12 @@ class StripedStore:
             self._names = found.drives
             for drive, num_bytes, name in zip(self._drives, self.drive_bytes, self._names, strict=True):
                 if drive.path.stat().st_size != num_bytes + PAGE_BYTES:
-                    raise CheckpointError(f"{drive.path} has not the size with which it was written")
+                    raise other_size(drive.path)
                 drive.allocate(num_bytes + PAGE_BYTES)
                 page = staging(PAGE_BYTES)
                 drive.submit_read(raw(page), num_bytes).result()
                 if bytes(raw(page)[: len(name)]) != name.encode():
-                    raise CheckpointError(
-                        f"{drive.path} is not the file that {where / RECORD_NAME} names; give the "
-                        "directories of memory.tiers.nvme in the order in which they were written"
-                    )
+                    raise other_file(drive.path, where)
             settle_records(where, found)
             self._take(found)
         return found
@@ -281,6 +279,8 @@ class StripedStore:
                 copies="".join("-" if copy < 0 else str(copy) for copy in copies),
                 sums=tuple(sums),
                 meta=meta,
+                extent_bytes=tuple(extent.num_bytes for extent in self.extents),
+                chunk_bytes=self.chunk_bytes,
             )
             if meet is None:
                 write_record(self.directories[0], record)
@@ -336,13 +336,8 @@ class StripedStore:
     def _verify(self, extent: int, chunk: Chunk, copy: int, memory: memoryview) -> None:
         if xxhash.xxh3_64_intdigest(memory) != self._tables.sum(copy, chunk.number):
             first = self._chunks[extent][0].number
-            offset = chunk.offsets[copy]
-            raise CheckpointError(
-                f"{self._drives[chunk.drive].path} is damaged: chunk {chunk.number - first} of "
-                f"{self.extents[extent].name} (bytes {offset} to {offset + len(memory)}) is not what was "
-                "written there; check this drive, and resume from the newest checkpoint with another one in "
-                "memory.tiers.nvme"
-            )
+            path, of = self._drives[chunk.drive].path, self.extents[extent].name
+            raise damaged_chunk(path, chunk.number - first, of, chunk.offsets[copy], len(memory))
 
     def _sum(self, chunk: Chunk, copy: int, memory: memoryview) -> None:
         self._tables.set_sum(copy, chunk.number, xxhash.xxh3_64_intdigest(memory))

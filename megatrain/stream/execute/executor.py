@@ -355,6 +355,8 @@ class Executor:
             work = found.work(parts)
             if found.changes:
                 work = getattr(self.integrity, found.changes)(work)
+                if found.changes_home:
+                    work = parts.guard.before(found.block, work)
             self.lanes.enqueue(found.lane, work, reads=reads, writes=writes, work=found.nbytes, label=found)
             found.settle(parts)
             if found.moves:

@@ -30,6 +30,8 @@ class _Changes:
         self.num_issued = self.num_begun = self.num_done = 0
         self.is_issued = False
         """There are no more to come."""
+        self.number = 0
+        """Which step of all it is, from 1 on; 0: of no step, or not issued."""
 
     @property
     def are_done(self) -> bool:
@@ -55,6 +57,15 @@ class Integrity:
         """What has torn the state; None: it is whole."""
         self.has_failed = False
         """An operation of a lane has failed, and what was going on then is not dropped yet."""
+        self.num_issued = 0
+        """The steps whose changes were all issued."""
+        self._first_lost: int | None = None
+        """The first of them of which a failure has left no change done."""
+
+    @property
+    def num_held(self) -> int:
+        """The steps that a whole state holds, of `num_issued`, once nothing is going on."""
+        return self.num_issued if self._first_lost is None else self._first_lost - 1
 
     @property
     def is_changing(self) -> bool:
@@ -70,6 +81,11 @@ class Integrity:
         if self.cause is not None:
             raise TornStateError.after(self.cause, _WAY_OUT) from self.cause
 
+    def condemn(self, error: BaseException) -> None:
+        """Let nothing go on from this state, though every change of it may be done."""
+        if self.cause is None:
+            self.cause = error
+
     # -- changes --------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -83,7 +99,8 @@ class Integrity:
             self.drop(error)
             raise
         if self._open is not None:
-            self._open.is_issued = True
+            self.num_issued += 1
+            self._open.is_issued, self._open.number = True, self.num_issued
             self._open = None
 
     def change(self, function: Callable[[], object]) -> Callable[[], None]:
@@ -132,6 +149,9 @@ class Integrity:
         yield
         if not any(changes.are_torn for changes in self._changes):
             self.cause = None
+            lost = [each.number for each in self._changes if each.number and not each.are_done]
+            if lost and self._first_lost is None:
+                self._first_lost = lost[0]
             self._changes.clear()
             self._open = None
 

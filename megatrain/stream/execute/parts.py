@@ -10,6 +10,7 @@ from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.plan.program.operations import Work
 from megatrain.store.state import HostState
 from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.guard import StateGuard
 from megatrain.stream.execute.integrity import Integrity
 from megatrain.stream.execute.resident_state import DeviceStates
 from megatrain.stream.execute.slots import Slots
@@ -84,6 +85,7 @@ class EngineParts:
     activations: ActivationCopies
     counts: Counts
     integrity: Integrity
+    guard: StateGuard
     drives: StateOnDrives
     optimizer: OptimizerWork | None = None
     """Set by an optimizer that updates a block as soon as its gradient is complete, and while a step ends."""

@@ -17,10 +17,12 @@ from megatrain.layout.blocks import BlockLayout
 from megatrain.layout.ownership import Share
 from megatrain.optim.clip import clip_coefficient
 from megatrain.optim.pool import default_pool
+from megatrain.optim.tasks import Apart
 from megatrain.optim.updates import RangePlanes, RangeStep, kernels_of
 from megatrain.plan.program.features.roles import StateUpdate
 from megatrain.store.block_state import split_gradient
 from megatrain.stream.execute.executor import Executor
+from megatrain.stream.execute.memory_watch import MemoryWatch
 
 Ranges: TypeAlias = Callable[[float], list[tuple[RangeStep, int, int]]]
 """Returns hyper-parameters and state ranges `[start, stop)` of an update, for a factor on the gradient."""
@@ -90,6 +92,7 @@ class BlockUpdate:
         ranges: Ranges,
         stats: StepStats | None,
         max_grad_norm: float | None,
+        watch: MemoryWatch | None = None,
     ) -> None:
         """Keep what the update needs.
 
@@ -99,17 +102,26 @@ class BlockUpdate:
             ranges: The function that returns the state ranges that the update covers, and counts it.
             stats: The statistics of the step; None: nothing is clipped or skipped.
             max_grad_norm: The norm to which gradients are clipped; None: no clipping.
+            watch: What looks at the state in RAM; None: nothing does.
         """
         self._executor = executor
+        self._watch = watch
+        self._step = 0 if watch is None else watch.step
         self._operation = operation
         self._ranges = ranges
         self._stats = stats
         self._max_grad_norm = max_grad_norm
 
     def run(self) -> None:
-        """Update the block's state where it is; nothing if the step is skipped."""
+        """Update the block's state where it is; nothing if the step is skipped.
+
+        Raises:
+            HardwareError: The state has changed by itself since its last update.
+        """
         scale = 1.0 if self._stats is None else self._stats.scale(self._max_grad_norm)
         if scale is None:
+            if self._watch is not None:
+                self._watch.check(self._operation.block, self._step)
             return
         if self._operation.on_device:
             self._run_on_device(scale)
@@ -126,9 +138,14 @@ class BlockUpdate:
             executor.drives.updated(operation.drive_staging)
         else:
             planes = {"working": state.working, **state.planes}
+        ranges = self._ranges(scale)
         gradient = split_gradient(executor.gradients.home(operation.block, operation.staging), state.layout)
-        views = _view(executor.host.optimizer, planes, gradient, state.layout, self._ranges(scale), share)
-        kernels_of(executor.host.optimizer).update_on_host(default_pool(), views)
+        views = _view(executor.host.optimizer, planes, gradient, state.layout, ranges, share)
+        apart: list[list[Apart]] = []
+        if self._watch is not None and operation.drive_staging < 0:
+            places = [(start, stop) for _, start, stop in ranges]
+            apart = self._watch.around(operation.block, places, [planes for _, planes in views], self._step)
+        kernels_of(executor.host.optimizer).update_on_host(default_pool(), views, apart)
 
     def _run_on_device(self, scale: float) -> None:
         executor, block = self._executor, self._operation.block

@@ -31,6 +31,7 @@ from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.executor import Executor
 from megatrain.stream.execute.gradient_buffers import GradientBuffers, Home
 from megatrain.stream.execute.gradients import Gradients
+from megatrain.stream.execute.guard import StateGuard
 from megatrain.stream.execute.integrity import Integrity
 from megatrain.stream.execute.parts import Counts, EngineParts
 from megatrain.stream.execute.resident_state import DeviceStates
@@ -87,6 +88,8 @@ class Arrangement:
         """What has been moved since attach."""
         self.integrity = Integrity()
         """Of the state; it outlives every change."""
+        self.guard = StateGuard()
+        """Of the state, for those who read it while training goes on."""
         lanes.judge = self.integrity.judging
         self._model = model
         self.binding = binding
@@ -219,6 +222,7 @@ class Arrangement:
             self.offloaded,
             self.counts,
             self.integrity,
+            self.guard,
             self._drives,
         )
         behind = [number for number, block in enumerate(blocks) if block.is_behind]

@@ -93,6 +93,18 @@ def attention_order(order: Sequence[SDPBackend] | None) -> Iterator[None]:
 
 
 @contextmanager
+def repeating(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Let every operation give the same bits in every run for a while, or raise, with a model attached.
+
+    Raises:
+        ConfigError: The model attends, or the environment is set, in a way that does not repeat.
+    """
+    require_able(model, device, repeats=True)
+    with deterministic(device), attention_order(attention_of(device, repeats=True)):
+        yield
+
+
+@contextmanager
 def chosen_kernels(model: PreTrainedModel, device: torch.device, *, repeats: bool) -> Iterator[None]:
     """Hold what the process is set to while a model is attached.
 

@@ -1,8 +1,9 @@
 """Calls callbacks as transformers' Trainer does: the same events, with the same objects.
 
 After each step, `Callbacks.control` holds the wishes of the callbacks (to stop, save, log or evaluate). One
-that raises is not called again; the loop asks for `failure` between two steps, when the state is whole. Every
-rank calls its own callbacks, and between two steps all ranks take over the wishes of the first one.
+that raises is not called again, and the loop asks for `failure` between two steps, when the state is whole. A
+tracker that raises is called again: it costs what it should have logged, and never the run. Every rank calls
+its own callbacks, and between two steps all ranks take over the wishes of the first one.
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.config import Config
+from megatrain.config.sizes import counted
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.distributed.processes import OF_RANK
 from megatrain.errors import CallbackError, ConfigError
+from megatrain.train.callbacks.named import is_tracker
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
     from megatrain.distributed.ranks import Ranks
 
+
+_log = logging.getLogger(__name__)
+
+_FIRST = "on_train_begin"
+"""The event in which a tracker signs in: one that fails there has logged nothing, and ends the run."""
 
 _WITHIN_A_STEP = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
 """The events after which ranks go on without a word; what is wished in them counts at the step's end."""
@@ -71,6 +79,8 @@ class Callbacks:
         self._steps_per_epoch = steps_per_epoch
         self._ranks = ranks
         self._wishes: dict[str, bool] = {}
+        self._missed: dict[str, int] = {}
+        """By tracker, the number of its calls that have failed."""
         self.failure: Failure | None = None
         """The first callback that has raised."""
         self.control: TrainerControl | None = None
@@ -98,11 +108,17 @@ class Callbacks:
                     self._arguments, self.state, self.control, **self._objects, **values
                 )
             except Exception as error:  # a user's code or a tracker may raise anything
-                self._drop(member, event, error)
+                if is_tracker(member) and event != _FIRST:
+                    self._miss(member, event, error)
+                else:
+                    self._drop(member, event, error)
             else:
                 self.control = changed or self.control
         if event not in _WITHIN_A_STEP:
             self.agree()
+        if event == "on_train_end":
+            for name, count in self._missed.items():
+                _log.warning("%s of %s have failed: it lacks rows", counted(count, "call"), name)
 
     def agree(self) -> None:
         """Take over what the first rank's callbacks wish, and a failure on any rank; all ranks call it."""
@@ -114,6 +130,13 @@ class Callbacks:
             vars(self.control).update(self._wishes)
         if self.failure is None:
             self.failure = next((Failure(*other) for _, other in found if other is not None), None)
+
+    def _miss(self, member: TrainerCallback, event: str, error: Exception) -> None:
+        name = type(member).__name__
+        if name not in self._missed:
+            text = "the tracker %s failed in %s (%s: %s). The run goes on, and calls it again"
+            _log.warning(text, name, event, type(error).__name__, error)
+        self._missed[name] = self._missed.get(name, 0) + 1
 
     def _drop(self, member: TrainerCallback, event: str, error: Exception) -> None:
         self._members.remove(member)

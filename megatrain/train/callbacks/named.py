@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 
+def is_tracker(callback: TrainerCallback) -> bool:
+    """Return whether a callback is one of transformers' trackers, by whatever way a run was given it."""
+    return type(callback).__module__.startswith("transformers.integrations")
+
+
 def trackers(names: Sequence[str], out: Path) -> list[TrainerCallback]:
     """Make the callbacks of these names.
 

@@ -10,12 +10,14 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.format import FileEntry, Manifest
+from megatrain.checkpoint.comparison import check_size, compare
+from megatrain.checkpoint.format import FileEntry, FormatError, Manifest
 from megatrain.checkpoint.load import find_step, newest_whole, verify
 from megatrain.config.reading import read_config
 from megatrain.errors import CheckpointError, ConfigError, OutputError, os_errors
@@ -24,7 +26,6 @@ from megatrain.files import (
     fsync_directory,
     make_directories,
     make_private_directory,
-    read_digests,
     remove_tree,
     rename,
     write_bytes_durably,
@@ -273,16 +274,33 @@ def export_model(
     fsync_directory(out.absolute().parent)
 
 
+def compare_exported(
+    manifest: Manifest, out: Path, passed: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Compare a directory with the model files of a checkpoint, byte for byte; others may be there too.
+
+    Args:
+        manifest: The manifest of the checkpoint.
+        out: The directory.
+        passed: Called with the number of bytes that were found right, again and again.
+
+    Raises:
+        FormatError: A file has another size, or other bytes; the error names it.
+        OSError: A file is missing, or cannot be read.
+    """
+    model = replace(manifest, files=tuple(_model_files(manifest)))
+    for entry in model.files:
+        check_size(out, entry)
+    compare(out, model, passed)
+
+
 def is_exported(manifest: Manifest, out: Path) -> bool:
     """Return whether a directory has every model file of a checkpoint, byte for byte."""
     try:
-        return all(
-            [digest for _, digest in read_digests(out / entry.name, manifest.chunk_bytes)]
-            == list(entry.digests)
-            for entry in _model_files(manifest)
-        )
-    except (FileNotFoundError, NotADirectoryError):
+        compare_exported(manifest, out)
+    except (FormatError, FileNotFoundError, NotADirectoryError):
         return False
+    return True
 
 
 def _model_files(manifest: Manifest) -> list[FileEntry]:

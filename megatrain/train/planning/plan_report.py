@@ -72,10 +72,14 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
     plan = planned.plan
     rows = [*head(planned), "", *_tiers(planned)]
     if plan.fits:  # a plan that does not fit would not run
-        rows += [*_step(planned), *_total(money)]
+        rows += [*_step(planned), *_watch(planned), *_total(money)]
         if planned.verdict.wear is None:
             rows += _ways("spare", planned.spares)
     rows += _verdict(planned)
+    if planned.space is not None:
+        rows += row("room", planned.space.text)
+        if planned.space.warning:
+            rows += row("but", planned.space.warning)
     if plan.fits:
         rows += row("setting", settings_text(planned))
     if planned.hint:
@@ -181,6 +185,21 @@ def _step(planned: Planned) -> Iterator[str]:
         f"{plan.tokens_together:,} tokens of an evaluation or a reference pass together: "
         f"{seconds_text(plan.pass_s)}, {binary(plan.pass_bytes)} to the device",
     )
+
+
+def _watch(planned: Planned) -> Iterator[str]:
+    found = planned.watching
+    if found.rotation is None:
+        yield from row("watch", "nothing of the state in RAM (memory.watch=off)")
+        return
+    each = "all" if found.rotation == 1 else f"{found.share:.2g} of"
+    parts = [f"{each} {binary(found.state_bytes)} of state in RAM at any moment"] if found.state_bytes else []
+    if found.frozen_bytes:
+        often = "step" if found.rotation == 1 else f"{found.rotation:,} steps"
+        parts.append(f"all {binary(found.frozen_bytes)} of frozen weights, each once in {often}")
+    if found.unwatched_bytes:
+        parts.append(f"nothing of {binary(found.unwatched_bytes)} that is updated on the device or on drives")
+    yield from row("watch", f"{'; '.join(parts)}; {found.seconds / planned.plan.step_s:.1%} of the step")
 
 
 def _total(money: Economics) -> Iterator[str]:

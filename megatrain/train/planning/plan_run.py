@@ -21,6 +21,7 @@ from megatrain.hardware import GIB, HardwareSpec
 from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.deterministic import copies_of_gradient, filled_share, is_priced
 from megatrain.plan.cost.passes import Passes
+from megatrain.plan.cost.watching import Watching, watching
 from megatrain.plan.search.micro_batches import in_smaller_micro_batches
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.remedies import Remedy, advise
@@ -31,6 +32,7 @@ from megatrain.plan.search.wear import spare_drives
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.planning.asking import OwnMachine, ask
 from megatrain.train.planning.gpus import of_ranks
+from megatrain.train.planning.space import Space, space_of
 from megatrain.train.records.metrics import format_count
 from megatrain.train.resume.point import NEW_RUN, ResumePoint
 
@@ -59,7 +61,14 @@ class Planned:
     """The changes that would spare drives that wear out soon, each with the days that it gives."""
     hint: str = ""
     """The cost of a step that the user has made small; empty if there is none."""
+    space: Space | None = None
+    """The room in the run directory; None: it is on another machine, or its file system does not say."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def watching(self) -> Watching:
+        """What is watched of the state in RAM."""
+        return watching(self.plan, self.request.step(self.plan.choice), self.config.memory.watch)
 
     def evaluation_s(self, num_micro_batches: int) -> float:
         """Return the seconds in which so many micro-batches pass without gradients."""
@@ -112,9 +121,20 @@ def plan_run(
     if plan.fits and plan.bytes_per_step["drive_written"]:
         caller.progress("looking for what would spare the drives")
         spares = tuple(spare_drives(request, plan, tokens=tokens, written_bytes=written_bytes))
+    space = None
+    if plan.fits and isinstance(machine, OwnMachine):
+        space = space_of(
+            asked.config,
+            request,
+            num_steps=asked.num_steps,
+            steps_per_epoch=None if asked.data is None else asked.data.steps_per_epoch,
+            done=done,
+            drive_bytes=plan.tier_bytes("nvme"),
+        )
     return Planned(
         plan=plan,
         request=request,
+        space=space,
         config=asked.config,
         model=asked.model,
         tokens=tokens,

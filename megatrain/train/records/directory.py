@@ -174,7 +174,7 @@ class RunDirectory:
             MovedError: The directory is not in its place; the body has written what it wanted.
             OutputError: The directory cannot be looked at, or none can be made.
         """
-        if self._is_in_place():
+        if self.is_in_place():
             if self._begun is not None and not self.is_run:
                 _log.warning("%s was removed; it is written again", self.config)
                 self.begin(*self._begun)
@@ -184,7 +184,7 @@ class RunDirectory:
         yield
         raise MovedError(said)
 
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
         """Return whether the path leads to the directory that is locked."""
         assert self._descriptor is not None, "the directory is not locked"
         with os_errors("find the run directory", self.path):

@@ -30,7 +30,7 @@ class EventLog(JsonLines):
 
         Args:
             path: The path of the file; a last row that a crash tore is cut off.
-            listen: The function that is given every row once it is written.
+            listen: The function that is given every row, also one that cannot be written.
             clock: The clock in seconds since 1970, for tests.
 
         Raises:
@@ -47,9 +47,6 @@ class EventLog(JsonLines):
             event: The event that happened.
             step: The number of steps done by then.
             values: The further facts about it, as plain values.
-
-        Raises:
-            OutputError: The row cannot be written.
         """
         row = {"event": event, "time": round(self._clock(), 3), "step": step, **values}
         self._listen(self.append(row))
@@ -67,7 +64,7 @@ def record_ranks(
         num_left: The number of ranks that go on.
 
     Raises:
-        OutputError: The row cannot be written.
+        OutputError: The file cannot be opened.
     """
     if directory.is_run:
         step = max((int(row["step"]) for row in read_rows(directory.events) if "step" in row), default=0)

@@ -1,11 +1,13 @@
 """A file of JSON rows to which a run appends; each is handed to the system at once, so a killed run keeps it.
 
-A last line without its end was torn by a crash, and is cut off by the next process that opens the file.
+A last line without its end was torn by a crash, and is cut off by the next process that opens the file. A row
+that cannot be written costs that row, and never the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatrain import files
-from megatrain.errors import OutputError, os_errors, warn_once
+from megatrain.config.sizes import counted
+from megatrain.errors import MegatrainError, os_errors
 
 _log = logging.getLogger(__name__)
 
@@ -58,59 +61,84 @@ class JsonLines:
                 files.system.close(descriptor)
             raise
         self._descriptor = descriptor
+        self._torn_at: int | None = None
+        """The size of the file before a row of which a part is left; None: all rows are whole."""
+        self.num_missed = 0
+        """The number of rows that could not be written."""
 
     def append(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Append one row, and return it. Numbers that JSON has no form for (nan, inf) become null.
 
-        Raises:
-            OutputError: The row cannot be written; no part of it is left, if the system allows that.
+        A row that cannot be written is left out, and no part of it stays. The first one is a warning, and the
+        number of all is said when the file is closed.
         """
         row = {name: _finite(value) for name, value in values.items()}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        with os_errors("write", self._path):
-            status = os.fstat(self._descriptor)
-        if not status.st_nlink:
-            self._make_again()
-            status = os.fstat(self._descriptor)
-        size = status.st_size
         try:
-            files.write_all(self._descriptor, memoryview(line), self._path)
-        except OutputError:
-            with contextlib.suppress(OSError):
-                files.system.truncate(self._descriptor, size)
-            raise
+            self._follow()
+            self._write(line)
+        except MegatrainError as error:
+            self.num_missed += 1
+            if self.num_missed == 1:
+                _log.warning("%s. The run goes on without the rows that cannot be written", error)
         return row
 
-    def _make_again(self) -> None:
-        """Begin a file anew that was removed under this one, unless its directory is another one now."""
+    def _write(self, line: bytes) -> None:
+        with os_errors("write", self._path):
+            if self._torn_at is not None:
+                files.system.truncate(self._descriptor, self._torn_at)
+            self._torn_at = os.fstat(self._descriptor).st_size
         try:
-            is_there = os.path.samestat(os.stat(self._path.parent), self._folder)
-        except OSError:
-            is_there = False
-        if not is_there:
-            warn_once(_log, f"{self._path} was removed with its directory; its rows are kept nowhere")
-            return
-        _log.warning("%s was removed; it is begun anew, without the rows that it had", self._path)
-        descriptor = files.open_to_append(self._path)
-        with contextlib.suppress(OSError):  # nobody will read what was written to it
-            files.system.close(self._descriptor)
-        self._descriptor = descriptor
+            files.write_all(self._descriptor, memoryview(line), self._path)
+        except MegatrainError:
+            with contextlib.suppress(OSError):
+                files.system.truncate(self._descriptor, self._torn_at)
+                self._torn_at = None
+            raise
+        self._torn_at = None
+
+    def _is_in_place(self) -> bool:
+        """Return whether the directory is the one in which the file was opened."""
+        try:
+            return os.path.samestat(os.stat(self._path.parent), self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _follow(self) -> None:
+        """Open the file anew where it was removed or replaced; one in a moved directory stays open."""
+        with os_errors("write", self._path):
+            mine = os.fstat(self._descriptor)
+            if not self._is_in_place():
+                if not mine.st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                return
+            try:
+                found = os.lstat(self._path)
+            except FileNotFoundError:
+                pass
+            else:
+                if os.path.samestat(mine, found):
+                    return
+            descriptor = files.open_to_append(self._path)
+            before, self._descriptor, self._torn_at = self._descriptor, descriptor, None
+            _log.warning("%s was removed or replaced: its rows go on in a file of that name", self._path)
+            files.system.close(before)
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OutputError: The system could not keep what was written.
-        """
-        with os_errors("write", self._path):
-            files.system.close(self._descriptor)
+        """Close the file, and say how many rows it lacks."""
+        try:
+            with os_errors("write", self._path):
+                files.system.close(self._descriptor)
+        except MegatrainError as error:
+            _log.warning("%s. Its last rows may be missing", error)
+        if self.num_missed:
+            _log.warning("%s of %s could not be written", counted(self.num_missed, "row"), self._path)
 
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with contextlib.suppress(OutputError) if error is not None else contextlib.nullcontext():
-            self.close()  # the first error is the one to report
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

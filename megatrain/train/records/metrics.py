@@ -52,6 +52,8 @@ class StepMetrics:
     """The other values of the loss, each under its own name in a row, such as `rewards/margins`."""
     spike_above: float | None = None
     """The highest loss that would have been no jump; it is in a row only after a jump."""
+    replay: str | None = None
+    """The verdict of a step that was run again because of a jump: `data` or `unknown`."""
     host_bytes: int = 0
     device_bytes: int = 0
     """The peak of device memory of the run so far."""
@@ -115,6 +117,7 @@ AMONG_RANKS = ("gathered_bytes", "exchanged_bytes", "spread_bytes", "swapped_byt
 
 _ONLY_WHERE_KNOWN = {
     "spike_above",
+    "replay",
     *AMONG_RANKS,
     "power_w",
     "temperature_c",
@@ -154,11 +157,7 @@ class MetricsLog(JsonLines):
         super().__init__(Path(path), partial(_cut_after, last_step=resume_step))
 
     def write(self, row: StepMetrics) -> None:
-        """Append one row.
-
-        Raises:
-            OutputError: `append` raises it.
-        """
+        """Append one row."""
         self.append(
             {
                 name: value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
-from megatrain.errors import MegatrainError, OutputError, RankError
+from megatrain.errors import MegatrainError, RankError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.events import EventLog
 from megatrain.train.report.alerts import Alerts
@@ -21,7 +21,7 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
     """Write the events of the run inside, its end included, and then the report; the first rank does.
 
     Raises:
-        OutputError: The events cannot be written. A report that cannot be written is a warning.
+        OutputError: The file of events cannot be opened. What cannot be written to it is a warning.
     """
     if run.ranks.rank > 0:
         yield
@@ -50,8 +50,7 @@ def recorded(run: Run, directory: RunDirectory) -> Iterator[None]:
 
 
 def _failed(run: Run, exit_code: int, text: str) -> None:
-    with suppress(OutputError):  # the first error is the one to report
-        run.tell("error", text=text, exit_code=exit_code)
+    run.tell("error", text=text, exit_code=exit_code)
 
 
 def _of_ranks(run: Run) -> dict[str, int]:

@@ -33,7 +33,33 @@ if TYPE_CHECKING:
 
     from megatrain.stream.engine import Engine
 
-_STATE_DIR = "state"
+STATE_DIRECTORY = "state"
+
+
+class WeightReader:
+    """Reads working weights by name, those of the same block in a row with one read of that block."""
+
+    def __init__(self, host: HostState) -> None:
+        """Read from a state."""
+        self._host = host
+        self._last: tuple[int, Tensor] | None = None
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight, which is to be used at once."""
+        parts = []
+        for number, entry in self._host.places(name):
+            if self._last is None or self._last[0] != number:  # its weights may be on a drive
+                self._last = number, self._host.weights.read(number)
+            parts.append(view_entry(self._last[1], entry))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def block_groups(host: HostState) -> list[list[str]]:
+    """List the names of parameters by block, each where its first rows are."""
+    return [
+        [entry.name for entry in layout.entries if entry.rows is None or entry.rows.start == 0]
+        for layout in host.layouts
+    ]
 
 
 def write_model(
@@ -57,24 +83,13 @@ def write_model(
     engine.settle()
     model: PreTrainedModel = engine.model
     host = engine.host
-    groups = [
-        [entry.name for entry in layout.entries if entry.rows is None or entry.rows.start == 0]
-        for layout in host.layouts
-    ]
-
-    last: list[Any] = [-1, None]
-
-    def read(name: str) -> Tensor:
-        if not host.has(name):
-            return model.get_buffer(name).cpu()
-        parts = []
-        for number, entry in host.places(name):
-            if last[0] != number:  # names of one block come together, and its weights may be on a drive
-                last[:] = [number, host.weights.read(number)]
-            parts.append(view_entry(last[1], entry))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    export_weights(model, out, groups=groups, read=read, untouched=model.__dict__.get(UNTOUCHED))
+    export_weights(
+        model,
+        out,
+        groups=block_groups(host),
+        read=WeightReader(host).read,
+        untouched=model.__dict__.get(UNTOUCHED),
+    )
     with os_errors("write the tokenizer to", out):
         tokenizer.save_pretrained(out)
     for name, content in (processor or {}).items():
@@ -84,9 +99,8 @@ def write_model(
 def write_state(engine: Engine, out: Path) -> None:
     """Write remainders and moments, one file per block with trained parameters."""
     engine.settle()
-    directory = out / _STATE_DIR
-    make_private_directory(directory)
-    for number in _trained(engine.host):
+    make_private_directory(out / STATE_DIRECTORY)
+    for number in trained_blocks(engine.host):
         with engine.host.borrow(number) as block:
             sources = [
                 TensorSource(
@@ -98,31 +112,31 @@ def write_state(engine: Engine, out: Path) -> None:
                 for name, tensor in block.optimizer_tensors().items()
             ]
             if sources:
-                write_safetensors(_block_file(out, number), sources, {"format": "pt"})
+                write_safetensors(out / state_file(number), sources)
 
 
 def lend_state(engine: Engine) -> None:
     """Lend the state of this rank and its node to the first rank of all, which calls `write_state`."""
     engine.settle()
-    for number in _trained(engine.host):
+    for number in trained_blocks(engine.host):
         with engine.host.borrow(number):
             pass
 
 
-def _trained(host: HostState) -> list[int]:
+def trained_blocks(host: HostState) -> list[int]:
     """List the blocks with trained parameters."""
     return [number for number, layout in enumerate(host.layouts) if layout.num_state]
 
 
 def has_state(source: Path) -> bool:
     """Return whether a directory holds what `write_state` writes."""
-    return (source / _STATE_DIR).is_dir()
+    return (source / STATE_DIRECTORY).is_dir()
 
 
 def remove_state(source: Path) -> None:
     """Remove from a directory what `write_state` has written there, if anything."""
     if has_state(source):
-        remove_tree(source / _STATE_DIR, first="block-00000.safetensors")
+        remove_tree(source / STATE_DIRECTORY, first="block-00000.safetensors")
 
 
 def read_state(host: HostState, source: Path, *, reads: bool = True) -> None:
@@ -137,11 +151,11 @@ def read_state(host: HostState, source: Path, *, reads: bool = True) -> None:
         CheckpointError: A tensor is missing, or is not of this model and precision.
     """
     if not reads:
-        for number in _trained(host):
+        for number in trained_blocks(host):
             host.follow(number)
         return
     where: dict[str, list[_Part]] = {}
-    directory = source / _STATE_DIR
+    directory = source / STATE_DIRECTORY
     with os_errors("read", directory):
         names = matching_names(directory, ["block-*.safetensors"])
     for file in map(directory.joinpath, names):
@@ -149,7 +163,7 @@ def read_state(host: HostState, source: Path, *, reads: bool = True) -> None:
             for key in tensors:  # a run with other fragments, or chunks of experts, has other files
                 name, rows = split_part_name(key)
                 where.setdefault(name, []).append(_Part(file, key, rows))
-    for number in _trained(host):
+    for number in trained_blocks(host):
         with host.borrow(number, writes=True) as block:
             _read_block(block, source, where)
 
@@ -227,5 +241,6 @@ def expand_counts(saved: int | Mapping[str, int], names: Mapping[str, Any]) -> d
     return {name: int(saved[name]) for name in names}
 
 
-def _block_file(directory: Path, number: int) -> Path:
-    return directory / _STATE_DIR / f"block-{number:05d}.safetensors"
+def state_file(number: int) -> str:
+    """Return the name of the file of a block's state in a checkpoint."""
+    return f"{STATE_DIRECTORY}/block-{number:05d}.safetensors"

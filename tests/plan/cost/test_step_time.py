@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from megatrain.config.policies import POLICIES, POLICY_NAMES
 from megatrain.config.runs import Runs, StepSums
 from megatrain.hardware import Drives
 from megatrain.layout.block_bytes import BlockBytes
-from megatrain.model.profile.anatomy import LateBytes
+from megatrain.model.profile.anatomy import Anatomy, LateBytes
 from megatrain.plan.cost.rates import Rates
 from megatrain.plan.cost.step_time import Step
 from megatrain.plan.memory.block_sums import BlockSums
@@ -226,3 +227,39 @@ def test_a_last_layer_that_comes_back_late_takes_no_time_that_its_program_does_n
     assert step.costs.runs[-1].leaving_bytes > 0
     assert moved(step, Lane.SAVE, ("save",)) == pytest.approx(step.sums[3], rel=1e-6)
     assert step.step_s >= (1 - 1e-9) * step.bounds_s["everything in turn"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "imagined"])
+@pytest.mark.parametrize("num_frozen", [1, 3])
+def test_layers_before_the_first_trained_one_have_no_backward_in_the_bounds(
+    kind: str, num_frozen: int
+) -> None:
+    """`train.only` of later layers ended in an assertion: their bound was above their time."""
+    anatomy = frozen(ANATOMY, num_frozen)
+    spec = machine(flops=1e12, link=2e8, device=kind)
+    chance = random.Random(num_frozen)
+    for count in (1, 3):
+        batch = StepBatch(micro_batch_size=1, seq_len=1024, num_micro_batches=count)
+        for _ in range(10):
+            choice = replace(random_choice(chance, count), fragments=False, gradients=("host",) * LAYERS)
+            step = Step(Rates(spec, "bf16"), anatomy, choice.with_defaults(LAYERS), batch)
+            assert step.block_sums.first_trained == num_frozen
+            bounds = {name: s for name, s in step.bounds_s.items() if not name.startswith("activations")}
+            assert step.step_s >= 0.999 * max(bounds.values()), (choice, bounds, step.step_s)
+        step = Step(Rates(spec, "bf16"), anatomy, replace(PLAIN, lockstep=1), batch)
+        fetched, _ = step.block_sums.moved_bytes(step.choice, StepSums.of(Runs.of(1, count), 1))
+        assert moved(step, Lane.FETCH, ("fetch", "load")) >= fetched * (1 - 1e-6)
+
+
+def frozen(anatomy: Anatomy, num_layers: int) -> Anatomy:
+    """Freeze the first layers, and what is in no layer."""
+    layers = tuple(
+        replace(layer, fragments=tuple(map(_frozen, layer.fragments))) if number < num_layers else layer
+        for number, layer in enumerate(anatomy.layers)
+    )
+    return replace(anatomy, layers=layers, outer=tuple(map(_frozen, anatomy.outer)))
+
+
+def _frozen(fragment: Any) -> Any:
+    none = dict.fromkeys(("num_split", "num_state", "num_scales"), 0)
+    return replace(fragment, sizes=replace(fragment.sizes, **none))

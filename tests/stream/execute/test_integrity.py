@@ -64,12 +64,12 @@ class FailingKernel:
         self._kernel = kernels.update_many
         monkeypatch.setattr(kernels, "update_many", self)
 
-    def __call__(self, pool: Any, views: list[Any]) -> None:
+    def __call__(self, pool: Any, views: list[Any], apart: Any = ()) -> None:
         self.num_calls += 1
         if self.num_calls - 1 == self.fails_at:
             self._kernel(pool, views[:1])
             raise OSError(5, "the drive is gone")
-        self._kernel(pool, views)
+        self._kernel(pool, views, apart)
 
 
 def fail_at(lanes: Lanes, label: str, *, number: int = 0) -> None:

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "train": STEPS,
     "data": {"val_size": 0.1},
     "eval": {"every": 2},
-    "checkpoint": {"every": 3},
+    "checkpoint": {"every": 3, "background": False},
 }
 
 
@@ -291,3 +291,28 @@ def test_a_tracker_that_is_not_there_is_one_sentence(
     with pytest.raises(ConfigError, match=words):
         train(make_config(tmp_path, log={"to": [name]}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_fails_costs_its_rows_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    log, logged = TensorBoardCallback.on_log, []
+
+    def fails(self: Any, args: Any, state: Any, control: Any, **values: Any) -> Any:
+        if state.global_step in (2, 3):
+            raise ConnectionError("no server")
+        logged.append(state.global_step)
+        return log(self, args, state, control, **values)
+
+    monkeypatch.setattr(TensorBoardCallback, "on_log", fails)
+    train(make_config(tmp_path, train=STEPS, log={"to": ["tensorboard"], "report": False}))
+    assert logged == [1, 4]
+    said = [text for text in caplog.messages if "TensorBoardCallback" in text]
+    assert said == [
+        "the tracker TensorBoardCallback failed in on_log (ConnectionError: no server). The run goes on, and "
+        "calls it again",
+        "2 calls of TensorBoardCallback have failed: it lacks rows",
+    ]
+    assert (tmp_path / "run/checkpoints/step-00000004").is_dir()

@@ -28,7 +28,6 @@ from megatrain.store.drives.record import (
 from megatrain.stream.lanes import EmulatedMachine
 from megatrain.stream.lanes.emulated_spec import emulated_spec
 from megatrain.stream.machine import common_cpu
-from megatrain.train import loop
 from megatrain.train.commands.dry_run import dry_run
 from megatrain.train.commands.trace import trace
 from megatrain.train.evaluate.losses import Evaluation
@@ -38,6 +37,7 @@ from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.resume import state_commits
 from megatrain.train.resume.state_commits import find_commit, held_by
 from megatrain.train.run import prepare
+from megatrain.train.saves import Saves
 from megatrain.train.step import train_step
 from tests.forks import run_module, run_script
 from tests.products import every_value
@@ -404,16 +404,16 @@ def test_a_best_step_that_is_committed_and_not_yet_saved_is_saved_by_the_next_pr
     )
     more: dict[str, Any] = {"data": {"val_size": 0.05}, "eval": {"every": 1, "load_best": True}}
     config = make_config(tmp_path, **sections(tmp_path, commit_every=1), **more)
-    save = loop._save
+    begin = Saves.begin
 
-    def killed(run: Any, directory: Any) -> Any:
-        if run.step == 3:
-            run.engine.settle()
+    def killed(saves: Saves) -> None:
+        if saves._run.step == 3:
+            saves._run.engine.settle()
             raise KeyboardInterrupt
-        return save(run, directory)
+        begin(saves)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_save", killed)
+        patch.setattr(Saves, "begin", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config)
     record = read_record(tmp_path / "drive0")

@@ -42,6 +42,7 @@ class Push(Operation):
     """It copies to the place in RAM of a block that is on the device alone, of which no other lane knows."""
 
     label, lane, rate, changes = "push", Lane.OFFLOAD, "push_s", "copy_home"
+    changes_home = True
 
     def touches(self) -> Touched:
         """Say that it reads the state on the device and writes it, or this rank's share, at home."""
@@ -73,7 +74,7 @@ class RoundOnDevice(Operation):
 class UpdateOnDevice(StateUpdate):
     """Update a resident block, of several ranks this one's share of it."""
 
-    label, on_device = "update", True
+    label, on_device, changes_home = "update", True, False
 
     def touches(self) -> Touched:
         """Say that it reads the gradient, and the norm if that has to be known, and writes the state."""

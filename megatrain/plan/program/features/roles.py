@@ -96,6 +96,7 @@ class StateUpdate(Operation):
     """Host buffer through which state on drives passes; -1: the state is in RAM."""
 
     lane, moves, is_update, changes = Lane.HOST, "update_bytes", True, "change"
+    changes_home = True
     on_device: ClassVar[bool] = False
     """The state is on the device, and changes there."""
 

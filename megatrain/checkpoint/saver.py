@@ -1,0 +1,118 @@
+"""Save checkpoints in the background, to the bytes of `save.save`, while training goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.background import ChunkWriter
+from megatrain.checkpoint.contents import LargeFile
+from megatrain.checkpoint.save import begin, commit, let_go, removed_on_error
+from megatrain.errors import os_errors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a checkpoint is to be."""
+
+    step: int
+    """Optimizer steps that the state has been through."""
+    files: Sequence[LargeFile]
+    """The large files, whose tensors the blocks' state is."""
+    write_rest: Callable[[Path], None]
+    """Puts the other files, of values that do not change, into the directory that it is given."""
+    meta: Mapping[str, Any]
+    """Plain JSON values with string keys for the manifest."""
+    keep_last: int
+    """The number of steps to keep, 1 or more."""
+    keep_too: Collection[int] = ()
+    """Steps to keep beside these, however old."""
+
+
+class Saver:
+    """Saves checkpoints in the background, one at a time; its thread, and those of `writer`, exist always."""
+
+    def __init__(self, root: Path, writer: ChunkWriter) -> None:
+        """Save in a directory of checkpoints, which is made if it is not there."""
+        self._root, self.writer = root, writer
+        self._saved: Future[Path] | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="megatrain-saver", daemon=True)
+        self._thread.start()
+
+    def begin(self, wanted: Wanted, order: Sequence[int], apart: Collection[int] = ()) -> None:
+        """Begin to save; from now on `writer.before_change` guards the state that is saved.
+
+        Args:
+            wanted: The checkpoint.
+            order: The blocks in the order in which they will change.
+            apart: The blocks that this thread reads, before it returns.
+
+        Raises:
+            OutputError: Nothing can be written; no earlier checkpoint has changed.
+        """
+        assert self._saved is None, "the last checkpoint was not asked for"
+        temporary = begin(self._root, wanted.step)
+        with removed_on_error(temporary):
+            self.writer.begin(temporary, wanted.files, order, apart)
+        saved = self._saved = Future()
+        self._jobs.put(partial(self._finish, temporary, wanted, saved))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint was begun whose end `result` has not told."""
+        return self._saved is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._saved is not None and self._saved.done()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait some seconds; return whether `result` would return at once then."""
+        assert self._saved is not None
+        return bool(futures.wait([self._saved], timeout=seconds).done)
+
+    def result(self) -> Path:
+        """Wait for the checkpoint; return its directory.
+
+        Raises:
+            OutputError: It could not be written; see `save`.
+        """
+        assert self._saved is not None
+        saved, self._saved = self._saved, None
+        return saved.result()
+
+    def close(self) -> None:
+        """End all threads once what was begun is done."""
+        self._jobs.put(None)
+        self._thread.join()
+        self.writer.close()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+    def _finish(self, temporary: Path, wanted: Wanted, saved: Future[Path]) -> None:
+        try:
+            with removed_on_error(temporary):
+                try:
+                    with os_errors("write the checkpoint", temporary):
+                        wanted.write_rest(temporary)
+                except BaseException as error:
+                    self.writer.fail(error)
+                known = self.writer.wait()
+                path = commit(temporary, step=wanted.step, meta=wanted.meta, known=known)
+            let_go(path, wanted.keep_last, wanted.keep_too)
+        except BaseException as error:  # raised where the result is asked for
+            saved.set_exception(error)
+        else:
+            saved.set_result(path)

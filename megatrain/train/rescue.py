@@ -1,0 +1,126 @@
+"""The save of the last whole step when an error ends a run: only the step that has failed is lost.
+
+An error in a step leaves the state that the step before has left, unless an update ended in the middle; the
+engine knows which (`Integrity`). A save after a failed allocation has to find memory, so what the step has
+held is let go of first.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain.checkpoint.load import find_step, verify
+from megatrain.checkpoint.save import save
+from megatrain.config.choice import Updates
+from megatrain.errors import CallbackError, DivergedError, HardwareError, MegatrainError, RankError, as_ours
+from megatrain.train.last_good import LastGood
+from megatrain.train.out_of_memory import memory_error
+from megatrain.train.records.directory import MovedError, RunDirectory
+from megatrain.train.recovery import newest_point
+from megatrain.train.run import Run
+
+_log = logging.getLogger(__name__)
+
+_TOLD = (DivergedError, RankError, CallbackError, HardwareError, MovedError)
+"""The errors that say themselves what is saved: a run that diverged, or whose machine changed a value, goes
+back; what a callback's error leaves is saved, and so is what a directory that was moved leaves."""
+
+
+@contextmanager
+def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
+    """Save the last whole step when an error inside ends the run, and name its checkpoint in the error.
+
+    Of several ranks, and with `optim.updates=immediate`, nothing is saved: the error names the newest point.
+
+    Raises:
+        MegatrainError: The error inside, with what is saved.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (
+            isinstance(error, _TOLD)
+            or run.engine.arrangement.integrity.cause is not None
+            or run.ranks.size > 1
+        ):
+            raise
+        told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}") or as_ours(error)
+        _let_go(error)
+        said = _saved(run, directory)
+        if told is None:
+            _log.warning("an error ends the run: %s", said)
+            raise
+        told.args = (f"{told}. {said[0].upper()}{said[1:]}", *told.args[1:])
+        if told is error:
+            raise
+        raise told from error
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop what the frames hold in which an error was raised: the activations of the step, above all."""
+    pending, seen = [error], set()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        pending += [other for other in (each.__cause__, each.__context__) if other is not None]
+    gc.collect()
+
+
+def _saved(run: Run, directory: RunDirectory) -> str:
+    """Save the last whole step, if it can be, and say what is saved."""
+    if run.engine.choice.updates == Updates.IMMEDIATE.value:
+        return f"with optim.updates=immediate nothing is saved: {_goes_on(newest_point(run, directory))}"
+    try:
+        meta = run.whole_meta()
+        if meta is None:
+            return _goes_on(newest_point(run, directory))
+        step = int(meta["step"])
+        path = _whole_checkpoint(directory, step) or _save(run, directory, step, meta)
+    except Exception as failed:
+        is_ours = isinstance(failed, MegatrainError)
+        why = str(failed).partition("; ")[0] if is_ours else f"{type(failed).__name__}: {failed}"
+        return f"what was trained since could not be saved ({why}): {_goes_on(newest_point(run, directory))}"
+    return f"step {step} is saved in {path}, and the same command goes on from there"
+
+
+def _goes_on(point: str) -> str:
+    return f"the same command goes on from {point}"
+
+
+def _whole_checkpoint(directory: RunDirectory, step: int) -> Path | None:
+    if not directory.checkpoints.is_dir() or (path := find_step(directory.checkpoints, step)) is None:
+        return None
+    try:
+        verify(path, digests=False)
+    except MegatrainError:
+        return None
+    return path
+
+
+def _save(run: Run, directory: RunDirectory, step: int, meta: dict[str, object]) -> Path:
+    keep_last, good = run.config.checkpoint.keep_last or sys.maxsize, LastGood()
+    good.restore(meta["last_good"])  # type: ignore[arg-type]
+    good.save(step, keep_last)
+    began_s = time.monotonic()
+    path = save(
+        directory.checkpoints,
+        step=step,
+        write=run.write,
+        meta=meta | {"last_good": good.state()},
+        keep_last=keep_last,
+        keep_too=run.evaluator.kept_steps.union(good.kept),
+    )
+    run.save_s = time.monotonic() - began_s
+    if run.events is not None:
+        run.events.write("checkpoint", step)
+    return path

@@ -1,0 +1,176 @@
+"""The contents of a run's checkpoints as files that are planned once, and read block by block at each save.
+
+The files are those of `resume.state` and `train.adapters`, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.contents import Group, LargeFile, Place
+from megatrain.checkpoint.tensor_files import planned_file
+from megatrain.errors import os_errors
+from megatrain.files import write_bytes_durably
+from megatrain.model.adapters.adapt import adapter_config, adapter_tensors
+from megatrain.model.adapters.files import CONFIG_NAME, WEIGHTS_NAME
+from megatrain.model.weights.export import ExportPlan
+from megatrain.model.weights.shards import num_bytes
+from megatrain.model.weights.skeleton import persistent_buffers
+from megatrain.model.weights.untouched import UNTOUCHED
+from megatrain.train.resume.state import WeightReader, block_groups, state_file, trained_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatrain.stream.engine import Engine
+
+
+class Contents:
+    """What a run saves: large files of its engine's state, and small files beside them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        base: str | None,
+        processor: Mapping[str, bytes],
+    ) -> None:
+        """Plan the files; no value is read.
+
+        Args:
+            engine: The engine of the model.
+            tokenizer: The tokenizer.
+            base: The place of the base of the run's adapters, which alone are saved then; None: the model is.
+            processor: The files of the model's processor, by name.
+        """
+        self._engine, self._tokenizer, self._base = engine, tokenizer, base
+        self._processor = processor
+        self._untouched = engine.model.__dict__.get(UNTOUCHED)
+        self._buffers: dict[str, Tensor] = {}
+        host = engine.host
+        self._away = frozenset(
+            number
+            for number in range(len(host.layouts))
+            if host.on_drives.holds_state(number)
+            or host.on_drives.holds_working(number)
+            or host.on_device.holds(number)
+        )
+        self._reader = WeightReader(host)
+        self._plan = None
+        if base is None:
+            self._plan = ExportPlan(engine.model, block_groups(host), untouched=self._untouched)
+        self.files = [*self._model_files(), *self._state_files()]
+        """The large files."""
+
+    @property
+    def away(self) -> frozenset[int]:
+        """The blocks of which something is not in RAM: one thread reads these, before the next step."""
+        return self._away
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the large files."""
+        return sum(file.num_bytes for file in self.files)
+
+    def take(self) -> Callable[[Path], None]:
+        """Keep what changes outside of blocks as it is now; return what writes the small files."""
+        model = self._engine.model
+        self._reader = WeightReader(self._engine.host)
+        if self._plan is None:
+            assert self._base is not None
+            small = {CONFIG_NAME: adapter_config(model, self._base)}
+        else:
+            buffers = persistent_buffers(model)
+            self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+            texts = self._plan.texts()
+            small = {name: text.encode() for name, text in texts.items()} | dict(self._processor)
+        return partial(self._write_small, small)
+
+    def _write_small(self, small: Mapping[str, bytes], out: Path) -> None:
+        for name, content in small.items():
+            write_bytes_durably(out / name, content)
+        with os_errors("write the tokenizer to", out):
+            self._tokenizer.save_pretrained(out)
+
+    # -- files ----------------------------------------------------------------------------------------------
+
+    def _model_files(self) -> Iterator[LargeFile]:
+        host = self._engine.host
+        if self._plan is None:
+            names = sorted(adapter_tensors(self._engine.model).items())
+            entries = {key: host.places(name)[0][1] for key, name in names}
+            specs = {key: (entry.dtype, tuple(entry.shape)) for key, entry in entries.items()}
+            groups = {key: self._group([name], partial(self._adapter, key, name)) for key, name in names}
+            yield planned_file(WEIGHTS_NAME, specs, groups)
+            return
+        groups = {}
+        for unit, keys in zip(self._plan.units, self._plan.keys, strict=True):
+            groups |= dict.fromkeys(keys, self._group(unit, partial(self._unit, unit)))
+        for shard in self._plan.shards:
+            header, begins = shard.layout()
+            places = [
+                Place(
+                    key=key,
+                    begin=begins[key],
+                    num_bytes=num_bytes(*spec),
+                    group=groups.get(key) or Group(blocks=frozenset(), read=partial(self._other, key)),
+                )
+                for key, spec in shard.tensors.items()
+            ]
+            yield LargeFile(shard.name, header, places)
+
+    def _state_files(self) -> Iterator[LargeFile]:
+        host = self._engine.host
+        for number in trained_blocks(host):
+            block = host.blocks[number]
+            if host.on_drives.holds_state(number):
+                nbytes = host.on_drives.images[number].whole.num_bytes
+                block = host.view(number, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            tensors = block.optimizer_tensors()
+            specs = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+            group = Group(blocks=frozenset([number]), read=partial(self._state, number))
+            if specs:
+                yield planned_file(state_file(number), specs, dict.fromkeys(specs, group))
+
+    # -- values ---------------------------------------------------------------------------------------------
+
+    def _group(
+        self, names: Iterable[str], read: Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+    ) -> Group:
+        host = self._engine.host
+        blocks = frozenset(block for name in names if host.has(name) for block, _ in host.places(name))
+        return Group(blocks=blocks, read=read)
+
+    def _weight(self, name: str) -> Tensor:
+        host = self._engine.host
+        numbers = [number for number, _ in host.places(name)]
+        if self._away.isdisjoint(numbers):
+            return WeightReader(host).read(name)
+        return self._reader.read(name)  # one thread reads all that is away, block by block
+
+    @contextmanager
+    def _unit(self, unit: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        assert self._plan is not None
+        yield self._plan.make(unit, self._weight, self._buffers)
+
+    @contextmanager
+    def _adapter(self, key: str, name: str) -> Iterator[Mapping[str, Tensor]]:
+        yield {key: self._weight(name)}
+
+    @contextmanager
+    def _other(self, key: str) -> Iterator[Mapping[str, Tensor]]:
+        assert self._untouched is not None
+        yield {key: self._untouched.value(key)}
+
+    @contextmanager
+    def _state(self, number: int) -> Iterator[Mapping[str, Tensor]]:
+        with self._engine.host.borrow(number) as block:
+            yield block.optimizer_tensors()

@@ -1,0 +1,248 @@
+"""The checkpoints of a run: begun between two steps, and told when they are whole."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from megatrain.checkpoint.background import ChunkWriter
+from megatrain.checkpoint.save import LeftOverError, save
+from megatrain.checkpoint.saver import Saver, Wanted
+from megatrain.errors import HardwareError, OutputError
+from megatrain.model.adapters.adapt import has_adapters
+from megatrain.train.adapters import base_of
+from megatrain.train.records.directory import MovedError, RunDirectory
+from megatrain.train.resume.contents import Contents
+from megatrain.train.resume.state import lend_state
+from megatrain.train.run import Run
+from megatrain.train.save_interval import SaveInterval
+
+_log = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""Seconds that a checkpoint may still take once the run is interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A checkpoint that is being written."""
+
+    step: int
+    tokens: int
+    is_best: bool
+    began_s: float
+    stopped_s: float = 0.0
+    """Seconds for which the run stopped when it was begun."""
+
+
+class Saves:
+    """Saves a run, in the background where its settings say so. Use as a context manager.
+
+    A save that fails is told, and the run goes on: the state is whole, and the next save may find room. Only
+    the last one must succeed.
+    """
+
+    def __init__(self, run: Run, directory: RunDirectory, newest: Path | None = None) -> None:
+        """Take what saving takes, before the first step.
+
+        Args:
+            run: The run.
+            directory: Its directory.
+            newest: The checkpoint of its current step, if there is one.
+        """
+        self._run, self._directory = run, directory
+        self._newest = None if newest is None else (run.step, newest)
+        self._begun: _Begun | None = None
+        self._saver: Saver | None = None
+        settings = run.config.checkpoint
+        self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch)
+        if settings.background and run.ranks.size == 1:
+            self._contents = Contents(
+                run.engine,
+                run.tokenizer,
+                base=base_of(run.config) if has_adapters(run.engine.model) else None,
+                processor=run.processor,
+            )
+            left = run.engine.host.bytes_left // 2  # of what the plan leaves
+            writer = ChunkWriter(min(settings.buffer, left), self._contents.files)
+            self._saver = Saver(directory.checkpoints, writer)
+
+    def __enter__(self) -> Saves:
+        if self._saver is not None:
+            self._run.engine.arrangement.guard.hold(self._saver.writer.before_change)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish what was begun; on an interrupt only if that takes less than `GRACE_S`.
+
+        What is begun when a value is found to have changed by itself is given up: it may hold that value.
+        """
+        if self._saver is None:
+            return
+        if self._begun is not None:
+            is_interrupt = isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S)
+            if error is not None and (is_interrupt or isinstance(error, HardwareError)):
+                self._saver.writer.fail(error)
+            self._finish()
+        self._saver.close()
+        self._run.engine.arrangement.guard.hold(None)
+
+    def is_due(self) -> bool:
+        """Return whether the newest step is to be saved; all ranks call it."""
+        is_due = self._interval.is_due(self._run.step)
+        return bool(self._run.ranks.tell(is_due)) if self._interval.is_timed else is_due
+
+    def begin(self) -> None:
+        """Save the newest step; in the background, this returns when what is not in RAM has been copied.
+
+        All ranks call it between two steps.
+
+        Raises:
+            MovedError: The run's directory is another one now, and the state is saved there.
+        """
+        if self._saver is None:
+            self._save_now()
+            return
+        self._finish()
+        if not self._directory.is_in_place():
+            self._save_now()  # where it is now, or anew, and the run ends
+            return
+        run = self._run
+        begun = self._start()
+        wanted = Wanted(
+            step=run.step,
+            meta=run.meta(),  # waits for updates in the background
+            files=self._contents.files,
+            write_rest=self._contents.take(),
+            keep_last=self._keep_last,
+            keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
+        )
+        try:
+            with self._directory.found():
+                self._saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
+        except OutputError as error:
+            self._failed(begun, error)
+        else:
+            self._begun = replace(begun, stopped_s=time.monotonic() - begun.began_s)
+
+    def tell(self) -> None:
+        """Tell of a checkpoint that has become whole since, or could not be written."""
+        if self._saver is not None and self._saver.is_done:
+            self._finish()
+
+    def last(self) -> Path:
+        """Save the newest step if that is not done, and return its checkpoint once it is whole.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        self._finish()
+        if self._saver is not None and not self._is_saved:
+            self.begin()
+            self._finish()
+        if not self._is_saved:
+            error = self._save_now()
+            if error is not None:
+                raise error
+        assert self._newest is not None
+        return self._newest[1]
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def _is_saved(self) -> bool:
+        return self._newest is not None and self._newest[0] == self._run.step
+
+    @property
+    def _keep_last(self) -> int:
+        return self._run.config.checkpoint.keep_last or sys.maxsize
+
+    def _start(self) -> _Begun:
+        run = self._run
+        self._interval.begun()
+        run.last_good.save(run.step, self._keep_last)
+        is_best = run.evaluator.best_tracker.best_step == run.step
+        return _Begun(run.step, run.tokens, is_best, time.monotonic())
+
+    def _save_now(self) -> OutputError | None:
+        """Save the newest step, and return when it is on the disk, with what has kept it from that."""
+        run = self._run
+        begun = self._start()
+        meta = run.meta()
+        path, error = None, None
+        with run.moving(f"saving step {run.step}"):
+            if run.ranks.rank == 0:
+                try:
+                    with self._directory.found():
+                        path = save(
+                            self._directory.checkpoints,
+                            step=run.step,
+                            write=run.write,
+                            meta=meta,
+                            keep_last=self._keep_last,
+                            keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
+                        )
+                except MovedError:
+                    raise
+                except LeftOverError as left:
+                    path = left.path
+                    _log.warning("%s", left)
+                except OutputError as failed:
+                    error = failed
+            elif run.engine.host.is_read_by_all:
+                lend_state(run.engine)
+            saved, reason = run.ranks.tell((None if path is None else str(path), str(error)))
+        if saved is None:
+            error = error or OutputError(reason)
+            self._failed(begun, error)
+            return error
+        self._done(begun, Path(saved), time.monotonic() - begun.began_s)
+        return None
+
+    def _finish(self) -> None:
+        """Wait for what is being written, and tell of it."""
+        if self._saver is None or self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        try:
+            path = self._saver.result()
+        except LeftOverError as left:
+            path = left.path
+            _log.warning("%s", left)
+        except (OutputError, HardwareError, KeyboardInterrupt) as error:
+            self._failed(begun, error)
+            return
+        self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s)
+
+    def _done(self, begun: _Begun, path: Path, waited_s: float) -> None:
+        run = self._run
+        self._newest = begun.step, path
+        run.save_s = time.monotonic() - begun.began_s
+        self._interval.took(waited_s)
+        run.tell_of(begun.step, "checkpoint", seconds=round(run.save_s, 3), waited_s=round(waited_s, 3))
+        if run.ranks.rank == 0:
+            run.experts.write(self._directory.experts)
+        if begun.is_best:
+            run.callbacks.best(run.evaluator.best_tracker.best_loss, begun.step, str(path))
+        run.callbacks.at(begun.step, tokens=begun.tokens)
+        run.callbacks.call("on_save")
+        run.callbacks.at(run.step, tokens=run.tokens)
+
+    def _failed(self, begun: _Begun, error: BaseException) -> None:
+        run = self._run
+        run.last_good.lose(begun.step)
+        if not isinstance(error, OutputError):
+            return
+        run.tell_of(begun.step, "unsaved", reason=str(error))
+        if run.ranks.rank == 0:
+            _log.warning(
+                "step %d is not saved: %s; the run goes on, and saves again at the next interval",
+                begun.step,
+                error,
+            )

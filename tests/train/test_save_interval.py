@@ -1,0 +1,72 @@
+"""When a run saves."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatrain.config.types import seconds_between
+from megatrain.train.save_interval import LEAST_S, SaveInterval, least_interval
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [
+        (2, [2, 4, 6, 8]),
+        ("epoch", [5]),
+        ("epoch/2", [3, 6]),
+        (None, []),
+    ],
+)
+def test_steps(every: int | str | None, due: list[int]) -> None:
+    interval = SaveInterval(every, 5)
+    assert [step for step in range(1, 9) if interval.is_due(step)] == due
+    assert not interval.is_timed
+
+
+def test_a_time_counts_from_the_last_checkpoint() -> None:
+    clock = Clock()
+    interval = SaveInterval("30min", 5, clock=clock)
+    assert interval.is_timed
+    due = []
+    for step in range(1, 100):
+        clock.now += 100
+        if interval.is_due(step):
+            due.append(step)
+            interval.begun()
+    assert due == [18, 36, 54, 72, 90]
+
+
+def test_auto_saves_as_often_as_costs_two_percent() -> None:
+    clock = Clock()
+    interval = SaveInterval("auto", 5, clock=clock)
+    clock.now += LEAST_S - 1
+    assert not interval.is_due(1)
+    clock.now += 1
+    assert interval.is_due(2)
+    interval.begun()
+    interval.took(93.0)  # a write of 127 s behind a step of 34 s
+    clock.now += 93.0 / 0.02 - 1
+    assert not interval.is_due(3)
+    clock.now += 1
+    assert interval.is_due(4)
+    assert least_interval(93.0) / 60 == pytest.approx(77.5)
+    assert least_interval(0.0) == LEAST_S
+    interval.took(1.0)
+    assert interval.is_due(5)
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds"), [("30min", 1800.0), ("2h", 7200.0), ("epoch", None), (5, None)]
+)
+def test_times(every: int | str, seconds: float | None) -> None:
+    assert seconds_between(every) == seconds

@@ -1,0 +1,234 @@
+"""Saves of a run: in the background to the bytes of the blocking ones, and what follows where one fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import files
+from megatrain.checkpoint import background, format
+from megatrain.checkpoint.load import find, verify
+from megatrain.checkpoint.saver import Saver
+from megatrain.errors import OutputError
+from megatrain.stream.execute.guard import StateGuard
+from megatrain.train import loop
+from megatrain.train.loop import train
+from megatrain.train.records.json_lines import read_rows
+from tests.train.project import make_config
+
+EVERY = {"every": 2, "keep_last": None}
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Return the bytes of all checkpoints of a run, without what differs in its settings."""
+    return {
+        str(file.relative_to(run)): file.read_bytes()
+        for path in find(run / "checkpoints")
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name != format.MANIFEST_NAME
+    }
+
+
+class Slow(files.FileCalls):
+    """A disk on which each write takes some time."""
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.003)
+        return super().write_at(descriptor, data, offset)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (format, background):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
+
+
+def settings(name: str, tmp_path: Path) -> dict[str, Any]:
+    """Return the settings of a kind of run."""
+    drives = {"tiers": {"ram": 540_000, "nvme": [str(tmp_path / "drive")]}, "activations": "recompute"}
+    emulated = {"device": "emulated", "precision": "bf16"}
+    kinds: dict[str, dict[str, Any]] = {
+        "bf16": {"train": {"precision": "bf16"}},
+        "fp32": {"train": {"precision": "fp32"}},
+        "only": {"train": {"precision": "bf16", "only": ["*.layers.1.*"]}},
+        "immediate": {"optim": {"updates": "immediate", "max_grad_norm": None}},
+        "int8": {"optim": {"state": "int8"}, "train": {"precision": "bf16"}},
+        "emulated": {"train": emulated},
+        "resident": {"train": emulated, "memory": {"resident_blocks": 1}},
+        "drives": {"train": emulated, "memory": drives},
+    }
+    return kinds[name]
+
+
+KINDS = ("bf16", "fp32", "only", "immediate", "int8", "emulated", "resident", "drives")
+
+
+def run_of(tmp_path: Path, name: str, kind: str, **checkpoint: Any) -> Path:
+    """Train 6 steps, with a checkpoint at every second one."""
+    given = settings(kind, tmp_path / name)
+    given["train"] = {"steps": 6, **given.get("train", {})}
+    (tmp_path / name).mkdir(exist_ok=True)
+    train(make_config(tmp_path, f"{name}/run", checkpoint={**EVERY, **checkpoint}, **given))
+    return tmp_path / name / "run"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_are_those_of_blocking_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    plain = run_of(tmp_path, "plain", kind, background=False)
+    monkeypatch.setattr(files, "system", Slow())
+    own = run_of(tmp_path, "own", kind)
+    found = contents(own)
+    assert len(found) > 15
+    assert found == contents(plain)
+    for one, other in zip(find(own / "checkpoints"), find(plain / "checkpoints"), strict=True):
+        mine, theirs = (verify(each).meta for each in (one, other))
+        differs = {key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)}
+        assert differs <= {"config", "drive_written_bytes"}
+
+
+def test_without_the_guard_the_checkpoint_would_be_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run_of(tmp_path, "plain", "bf16", background=False)
+    monkeypatch.setattr(files, "system", Slow())
+    monkeypatch.setattr(StateGuard, "hold", lambda self, wait: None)
+    assert contents(run_of(tmp_path, "own", "bf16", buffer=2**26)) != contents(plain)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 ends before anything of step 2 is on the disk; the row of step 2 says so."""
+    held, steps = threading.Event(), []
+
+    class Held(files.FileCalls):
+        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+            assert held.wait(20)
+            return super().write_at(descriptor, data, offset)
+
+    step_of = loop.train_step
+
+    def stepped(run: Any) -> Any:
+        row = step_of(run)
+        steps.append(run.step)
+        if run.step == 3:
+            assert [path.name for path in find(tmp_path / "run/checkpoints")] == []
+            held.set()
+        return row
+
+    monkeypatch.setattr(files, "system", Held())
+    monkeypatch.setattr(loop, "train_step", stepped)
+    train(make_config(tmp_path, checkpoint=EVERY, train={"steps": 6}))
+    rows = [row for row in read_rows(tmp_path / "run/events.jsonl") if row["event"] == "checkpoint"]
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert all(row["seconds"] >= row["waited_s"] >= 0 for row in rows)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_goes_on_after_a_save_that_found_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    class Full(files.FileCalls):
+        is_full = False
+
+        def write(self, descriptor: int, data: memoryview) -> int:
+            if self.is_full and "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(descriptor, data)
+
+        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write_at(descriptor, data, offset)
+
+    whole = run_of(tmp_path, "whole", "bf16")
+    full, step_of = Full(), loop.train_step
+
+    def stepped(run: Any) -> Any:
+        row = step_of(run)
+        full.is_full = run.step == 4
+        return row
+
+    monkeypatch.setattr(files, "system", full)
+    monkeypatch.setattr(loop, "train_step", stepped)
+    if background:  # it is begun at step 4, and must not end before step 5 makes room
+        monkeypatch.setattr(Saver, "begin", _and_wait(Saver.begin))
+    own = run_of(tmp_path, "own", "bf16", background=background)
+    assert [path.name for path in find(own / "checkpoints")] == ["step-00000006", "step-00000002"]
+    assert contents(own) == {
+        name: data for name, data in contents(whole).items() if "step-00000004" not in name
+    }
+    (row,) = [row for row in read_rows(own / "events.jsonl") if row["event"] == "unsaved"]
+    assert row["step"] == 4
+    assert "No space left" in row["reason"]
+    assert "step 4 is not saved" in caplog.text
+
+
+def _and_wait(begin: Any) -> Any:
+    def waits(saver: Saver, *arguments: Any) -> None:
+        begin(saver, *arguments)
+        assert saver.ends_within(20)
+
+    return waits
+
+
+def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(files.FileCalls):
+        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def write(self, descriptor: int, data: memoryview) -> int:
+            if "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(descriptor, data)
+
+    monkeypatch.setattr(files, "system", Full())
+    with pytest.raises(OutputError, match="No space"):
+        train(make_config(tmp_path, checkpoint={"every": None}, train={"steps": 4}))
+
+
+def test_an_old_checkpoint_that_stays_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, **_: Any) -> None:
+        raise OutputError("megatrain cannot remove it")
+
+    monkeypatch.setattr("megatrain.checkpoint.save.retain", refuse)
+    own = run_of(tmp_path, "own", "bf16")
+    assert [path.name[-1] for path in find(own / "checkpoints")] == ["6", "4", "2"]
+    assert "is saved and whole, but an older checkpoint is in the way" in caplog.text
+    assert not [row for row in read_rows(own / "events.jsonl") if row["event"] == "unsaved"]
+
+
+def test_an_interrupt_gives_up_what_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck(files.FileCalls):
+        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+            time.sleep(0.3)
+            return super().write_at(descriptor, data, offset)
+
+    step_of = loop.train_step
+
+    def stepped(run: Any) -> Any:
+        if run.step == 2:
+            raise KeyboardInterrupt
+        return step_of(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "system", Stuck())
+        patch.setattr(loop, "train_step", stepped)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            train(make_config(tmp_path, checkpoint={**EVERY, "buffer": 2**26}))
+        assert time.monotonic() - began < 20
+    assert find(tmp_path / "run/checkpoints") == []
+    whole = run_of(tmp_path, "whole", "bf16")
+    train(make_config(tmp_path, checkpoint=EVERY, train={"steps": 6, "precision": "bf16"}))
+    assert contents(tmp_path / "run") == contents(whole)
