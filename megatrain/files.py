@@ -358,7 +358,7 @@ def _replace(path: Path, temporary: Path) -> None:
             system.rename(path, old)
             try:
                 system.rename(temporary, path)
-            except OSError:
+            except BaseException:  # a Ctrl-C too
                 system.rename(old, path)
                 raise
             system.unlink(old)

@@ -36,6 +36,23 @@ def no_directory(name: str | Path) -> str:
     return f"{name} is not a directory; give a model directory or a hub id such as org/name"
 
 
+def refuse_link_out(file: Path) -> None:
+    """Refuse a link in a model directory that leads out of it: what is read there is exported and shared.
+
+    A link inside the directory is fine, and so are those of the hub's cache, from `snapshots` to `blobs`.
+
+    Raises:
+        ModelError: The file is another link.
+        OSError: The file cannot be looked at.
+    """
+    if not file.is_symlink():
+        return
+    target, root = file.resolve(), file.parent.resolve()
+    is_of_cache = root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
+    if not is_of_cache and not target.is_relative_to(root):
+        raise ModelError(f"{file} is a link to a file outside the model directory; copy the file there")
+
+
 @contextmanager
 def asking_hub(name: str, what: str, kind: type[MegatrainError] = ModelError) -> Iterator[None]:
     """Let a library ask the hub for something, or only its cache where the hub does not answer.

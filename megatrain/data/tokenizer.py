@@ -20,7 +20,7 @@ from megatrain.errors import (
     os_errors,
     os_sentence,
 )
-from megatrain.hub import asking_hub, may_be_on_hub
+from megatrain.hub import asking_hub, may_be_on_hub, refuse_link_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -38,6 +38,7 @@ _VOCABULARY_FILES = (
 )
 
 
+_OF_TOKENIZERS = (".json", ".jinja", ".txt", ".model")
 _OF_THIS_LOAD = ("is_local", "local_files_only")
 """Notes of transformers about how a tokenizer was loaded, which it would save as its configuration."""
 
@@ -56,7 +57,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory or hub id.
 
     Raises:
-        ModelError: There is no tokenizer, it is not readable, or it needs code from the directory.
+        ModelError: There is no tokenizer, it is not readable, it is a link out of the directory, or it needs
+            code from there.
     """
     from transformers import AutoTokenizer
 
@@ -68,6 +70,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"{path} has no tokenizer (none of {', '.join(_VOCABULARY_FILES)}); "
             "set data.tokenizer to a directory with one"
         )
+    _refuse_links_out(Path(path))
     _refuse_remote_code(path)
     asking = nullcontext() if is_here else asking_hub(path, "its tokenizer")
     try:
@@ -119,6 +122,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Non
     from tokenizers import AddedToken
 
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+
+
+def _refuse_links_out(directory: Path) -> None:
+    """Refuse files that a tokenizer may be made of, or a template, that are links out of a directory."""
+    if directory.is_dir():
+        with os_errors("read", directory, ModelError):
+            for file in sorted(directory.iterdir()):
+                if file.suffix in _OF_TOKENIZERS:
+                    refuse_link_out(file)
 
 
 def _refuse_remote_code(path: str) -> None:

@@ -102,6 +102,18 @@ def test_a_tokenizer_that_fails_in_use_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "vocab.txt"])
+def test_a_link_to_somebody_s_secret_is_not_read(tmp_path: Path, name: str) -> None:
+    """A checkpoint has a tokenizer's files, and is shared."""
+    model, secret = tmp_path / "model", tmp_path / "id"
+    train_tokenizer(TEXTS, 280).save_pretrained(model)
+    secret.write_text("secret")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(secret)
+    with pytest.raises(ModelError, match=f"{name} is a link to a file outside the model directory"):
+        load_tokenizer(str(model))
+
+
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
 @pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["evil.Evil", None]}, ["evil.Evil", None]])
 def test_code_of_a_model_directory_never_runs(tmp_path: Path, file: str, auto_map: object) -> None:

@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError, is_text, os_errors, warn_once
-from megatrain.hub import asking_hub, may_be_on_hub, no_directory
+from megatrain.hub import asking_hub, may_be_on_hub, no_directory, refuse_link_out
 from megatrain.model.weights.convert import Conversion, Source, plan_conversions
 from megatrain.model.weights.encoding import Region, WeightEncoding
 from megatrain.model.weights.generation import read_generation_config
@@ -117,6 +117,8 @@ def read_processor(directory: Path) -> dict[str, bytes]:
     """
     found = [directory / name for name in _PROCESSOR_NAMES if (directory / name).is_file()]
     with os_errors("read", directory, ModelError):
+        for file in found:
+            refuse_link_out(file)
         return {file.name: file.read_bytes() for file in found}
 
 
@@ -311,18 +313,8 @@ def _inside(directory: Path, name: str) -> Path:
         )
     file = directory / name
     with os_errors("use", file, ModelError):
-        leads_out = file.is_symlink() and not _is_allowed_link(directory, file)
-    if leads_out:
-        raise ModelError(f"{file} is a link to a file outside the model directory; copy the file there")
+        refuse_link_out(file)
     return file
-
-
-def _is_allowed_link(directory: Path, file: Path) -> bool:
-    """Allow a link inside the directory, and the hub cache's own, which lead from `snapshots` to `blobs`."""
-    target, root = file.resolve(), directory.resolve()
-    if target.is_relative_to(root):
-        return True
-    return root.parent.name == "snapshots" and target.is_relative_to(root.parent.parent / "blobs")
 
 
 def read_sources(directory: Path, files: list[Path], quantisation: Quantisation | None) -> dict[str, Source]:

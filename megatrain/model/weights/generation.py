@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError, first_line
+from megatrain.hub import refuse_link_out
 
 
 def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:
@@ -31,6 +32,7 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
     if not file.exists():
         return None
     try:
+        refuse_link_out(file)
         values = json.loads(file.read_text(encoding="utf-8"))
         return GenerationConfig.from_dict(values)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:

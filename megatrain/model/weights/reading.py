@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from megatrain.errors import NO_TENSOR, ModelError, first_line, os_errors
 from megatrain.files import open_safetensors
+from megatrain.hub import refuse_link_out
 from megatrain.model.weights.convert import Source
 
 _MOST_JSON_BYTES = 256 * 2**20
@@ -40,9 +41,10 @@ def read_json(file: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        ModelError: The file is not there, is no JSON, or is larger than an index of millions of tensors.
+        ModelError: The file is not there, is no JSON, is a link out of its directory, or is too large.
     """
     try:
+        refuse_link_out(file)
         if file.stat().st_size > _MOST_JSON_BYTES:
             raise ModelError(f"{file} is larger than {_MOST_JSON_BYTES >> 20} MiB, and no JSON of a model is")
         return json.loads(file.read_text(encoding="utf-8"))

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.checkpoint.load import TensorFile
 from megatrain.errors import CheckpointError, ModelError
-from megatrain.model.weights.files import checkpoint_files, load_weights, read_headers
+from megatrain.model.weights.files import checkpoint_files, load_weights, read_headers, read_processor
+from megatrain.model.weights.generation import read_generation_config
 from megatrain.model.weights.reading import open_weights, read_weights
 from megatrain.model.weights.skeleton import build_skeleton, persistent_buffers, read_config
 from tests.families import FAMILIES
@@ -346,6 +348,31 @@ def test_a_link_out_of_the_directory_is_refused(
     (llama / "model.safetensors").rename(outside)
     (llama / "model.safetensors").symlink_to(outside)
     _refuse(llama, "link")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", read_config),
+        ("generation_config.json", read_generation_config),
+        ("preprocessor_config.json", read_processor),  # a checkpoint has its bytes, and is shared
+    ],
+)
+def test_a_link_to_somebody_s_secret_is_not_read(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory, name: str, read: Callable[[Path], object]
+) -> None:
+    secret = tmp_path_factory.mktemp("home") / "id"
+    secret.write_text('{"a": "secret"}')
+    (llama / name).unlink(missing_ok=True)
+    (llama / name).symlink_to(secret)
+    with pytest.raises(ModelError, match=f"{name} is a link to a file outside the model directory") as caught:
+        read(llama)
+    assert '"secret"' not in str(caught.value)
+    (llama / name).unlink()
+    (llama / "other").write_text("{}")
+    (llama / name).symlink_to("other")
+    with contextlib.suppress(ModelError):  # an empty configuration is none
+        read(llama)
 
 
 def test_the_links_of_the_hub_cache_are_followed(saved_llama: Path, tmp_path: Path) -> None:
