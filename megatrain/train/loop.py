@@ -153,6 +153,7 @@ def _check_space(planned: Planned, data: RunData, *, done: int) -> None:
         planned.request,
         num_steps=data.num_steps,
         steps_per_epoch=data.steps_per_epoch,
+        step_s=planned.plan.step_s,
         done=done,
         drive_bytes=planned.plan.tier_bytes("nvme"),
     )

@@ -12,6 +12,14 @@ LEAST_S = 600.0
 COST_SHARE = 0.02
 """The share of a run's time that checkpoints of `auto` may take."""
 
+COMMON_RATE = 1e9
+"""Bytes per second that a plan takes a disk to write of which nothing is known."""
+
+
+def is_timed(every: int | str | None) -> bool:
+    """Return whether a value of `checkpoint.every` is a time, or `auto`, which is one."""
+    return every == "auto" or seconds_between(every) is not None
+
 
 def least_interval(cost_s: float) -> float:
     """Return the seconds between checkpoints of `auto`.
@@ -20,6 +28,35 @@ def least_interval(cost_s: float) -> float:
         cost_s: The seconds by which one makes the run longer.
     """
     return max(LEAST_S, cost_s / COST_SHARE)
+
+
+def planned_interval(
+    every: int | str | None,
+    steps_per_epoch: int,
+    *,
+    step_s: float,
+    nbytes: int,
+    bytes_per_s: float | None,
+) -> float | None:
+    """Return the seconds between checkpoints that a plan foresees; None: there is one at the end only.
+
+    What the disk takes longer than a step is waited for, and a tenth of a step beside it.
+
+    Args:
+        every: The setting `checkpoint.every`.
+        steps_per_epoch: The number of steps of one pass over the data.
+        step_s: The seconds of a step.
+        nbytes: The bytes of a checkpoint.
+        bytes_per_s: The rate of the disk; None: not known, taken as `COMMON_RATE`.
+    """
+    if every == "auto":
+        late_s = max(0.0, nbytes / (bytes_per_s or COMMON_RATE) - step_s)
+        return max(least_interval(late_s + 0.1 * step_s), step_s)
+    seconds = seconds_between(every)
+    if seconds is not None:
+        return max(seconds, step_s)
+    steps = steps_between(every, steps_per_epoch)
+    return None if steps is None else steps * step_s
 
 
 class SaveInterval:
@@ -42,7 +79,7 @@ class SaveInterval:
         self._clock = clock
         self.is_auto = every == "auto"
         self._seconds = LEAST_S if self.is_auto else seconds_between(every)
-        self._steps = None if self._seconds is not None else steps_between(every, steps_per_epoch)
+        self._steps = None if is_timed(every) else steps_between(every, steps_per_epoch)
         self._since = clock()
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatrain.config.types import seconds_between
-from megatrain.train.save_interval import LEAST_S, SaveInterval, least_interval
+from megatrain.train.save_interval import LEAST_S, SaveInterval, is_timed, least_interval, planned_interval
 
 
 class Clock:
@@ -70,3 +72,17 @@ def test_auto_saves_as_often_as_costs_two_percent() -> None:
 )
 def test_times(every: int | str, seconds: float | None) -> None:
     assert seconds_between(every) == seconds
+
+
+def test_a_plan_foresees_the_time_between_checkpoints() -> None:
+    """The 120B figures of the design: a write of 127 s behind a step of 34 s is more than an hour apart."""
+    given: dict[str, Any] = {"step_s": 34.0, "nbytes": int(127e9), "bytes_per_s": 1e9}
+    assert planned_interval("auto", 100, **given) == pytest.approx((93.0 + 3.4) / 0.02)  # 1 h 20 min
+    assert planned_interval("auto", 100, **given | {"nbytes": 1000}) == LEAST_S
+    assert planned_interval("auto", 100, **given | {"nbytes": 1000, "step_s": 900.0}) == 4500.0
+    assert planned_interval("auto", 100, **given | {"bytes_per_s": None}) == pytest.approx(96.4 / 0.02)
+    assert planned_interval("30min", 100, **given) == 1800.0
+    assert planned_interval(500, 100, **given) == 17_000.0
+    assert planned_interval("epoch/4", 100, **given) == 850.0
+    assert planned_interval(None, 100, **given) is None
+    assert [is_timed(each) for each in ("auto", "2h", "epoch", 5, None)] == [True, True, False, False, False]

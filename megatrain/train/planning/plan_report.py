@@ -77,6 +77,7 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
             rows += _ways("spare", planned.spares)
     rows += _verdict(planned)
     if planned.space is not None:
+        rows += row("saves", planned.space.risk)
         rows += row("room", planned.space.text)
         if planned.space.warning:
             rows += row("but", planned.space.warning)

@@ -128,6 +128,7 @@ def plan_run(
             request,
             num_steps=asked.num_steps,
             steps_per_epoch=None if asked.data is None else asked.data.steps_per_epoch,
+            step_s=plan.step_s,
             done=done,
             drive_bytes=plan.tier_bytes("nvme"),
         )

@@ -23,6 +23,8 @@ from megatrain.plan.cost.saved_bytes import checkpoint_bytes, model_bytes
 from megatrain.plan.search.request import Request
 from megatrain.store.drives.places import STATE_NAME, bytes_taken
 from megatrain.train.records.directory import RunDirectory
+from megatrain.train.records.metrics import format_duration
+from megatrain.train.save_interval import is_timed, planned_interval
 
 _ROW_BYTES = 2048
 """The bytes of a row of `metrics.jsonl`: 500 to 2,000 in real runs."""
@@ -46,6 +48,8 @@ class Space:
     """The checkpoints that are kept beside these: the best one."""
     num_saves: int | None
     """The checkpoints that there are and that the run will save; None: many, or not known."""
+    interval_s: float | None
+    """The seconds between checkpoints; None: there is one at the end only."""
 
     @property
     def num_kept(self) -> int | None:
@@ -129,10 +133,19 @@ class Space:
         kept = "all are kept" if self.keep_last is None else f"{counted(self.keep_last, 'checkpoint')} kept"
         return f"{needs} ({kept}, and one that is written), of {binary(self.have_bytes)} in {self.out}"
 
+    @property
+    def risk(self) -> str:
+        """Return how often the run saves, and how much work is at risk meanwhile."""
+        one = f"a checkpoint of {binary(self.checkpoint_bytes)}"
+        if self.interval_s is None:
+            return f"{one} at the end only; until then all work is at risk (checkpoint.every)"
+        return f"{one} about every {format_duration(self.interval_s)}, which is the work at risk"
+
     def json(self) -> Mapping[str, Any]:
         """Return the figures as plain values."""
         return {
             "checkpoint_bytes": self.checkpoint_bytes,
+            "interval_s": self.interval_s,
             "need_bytes": self.need_bytes,
             "least_bytes": self.least_bytes,
             "have_bytes": self.have_bytes,
@@ -147,6 +160,7 @@ def space_of(
     *,
     num_steps: int | None,
     steps_per_epoch: int | None,
+    step_s: float,
     done: int = 0,
     drive_bytes: int = 0,
 ) -> Space | None:
@@ -157,6 +171,7 @@ def space_of(
         request: The request for its plan, which has the counts of its model.
         num_steps: The number of steps of the whole run; None: not known.
         steps_per_epoch: The number of steps of one pass over the data; None: not known.
+        step_s: The seconds of a step.
         done: The number of steps that an earlier process has done.
         drive_bytes: The bytes of state that the plan has on drives.
 
@@ -170,19 +185,29 @@ def space_of(
         if not found.f_blocks:  # as some network file systems have it
             return None
         there = len(find(directory.checkpoints)) if directory.checkpoints.is_dir() else 0
-        saves = _num_saves(config, num_steps, steps_per_epoch, done)
+        drives = request.spec.drives
+        nbytes = checkpoint_bytes(request.anatomy, request.optimizer)
+        interval_s = planned_interval(
+            config.checkpoint.every,
+            steps_per_epoch or 0,
+            step_s=step_s,
+            nbytes=nbytes,
+            bytes_per_s=None if drives is None else drives.write_bytes_per_s,
+        )
+        saves = _num_saves(config, num_steps, steps_per_epoch, done, step_s, interval_s)
         rows = 0 if num_steps is None else num_steps // config.log.every
         other = rows * _ROW_BYTES + _bytes_in(directory.model)
         other += _state_bytes(config, drive_bytes, os.stat(where).st_dev)
         return Space(
             out=directory.path,
-            checkpoint_bytes=checkpoint_bytes(request.anatomy, request.optimizer),
+            checkpoint_bytes=nbytes,
             model_bytes=model_bytes(request.anatomy),
             other_bytes=other,
             have_bytes=found.f_bavail * found.f_frsize + _bytes_in(directory.path),
             keep_last=config.checkpoint.keep_last,
             num_more=int(_keeps_best(config)),
             num_saves=None if saves is None else there + saves,
+            interval_s=interval_s,
         )
 
 
@@ -197,10 +222,22 @@ def require_space(space: Space | None) -> str:
     return "" if space is None else space.warning
 
 
-def _num_saves(config: Config, num_steps: int | None, steps_per_epoch: int | None, done: int) -> int | None:
+def _num_saves(
+    config: Config,
+    num_steps: int | None,
+    steps_per_epoch: int | None,
+    done: int,
+    step_s: float,
+    interval_s: float | None,
+) -> int | None:
     """Return how often the rest of a run saves, the end included; None: often, or not known."""
     every = config.checkpoint.every
-    if _keeps_best(config) or num_steps is None or (isinstance(every, str) and steps_per_epoch is None):
+    if _keeps_best(config) or num_steps is None:
+        return None
+    if is_timed(every):
+        assert interval_s is not None
+        return 1 + int((num_steps - done) * step_s / interval_s)
+    if isinstance(every, str) and steps_per_epoch is None:
         return None
     each = steps_between(every, steps_per_epoch or 0)
     if each is None:

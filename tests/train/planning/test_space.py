@@ -38,6 +38,7 @@ def space(**changes: Any) -> Space:
         "have_bytes": 10_000,
         "keep_last": 2,
         "num_more": 0,
+        "interval_s": 600.0,
         "num_saves": None,
     }
     return Space(**values | changes)
