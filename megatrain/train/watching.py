@@ -10,7 +10,7 @@ from megatrain.plan.cost.watching import OPEN_ROTATION, rotation_of
 from megatrain.train.resume.state_commits import held_by
 from megatrain.train.run import Run
 
-_TEST = "test the memory (megatrain doctor counts corrected errors; memtest86+ finds others)"
+_TEST = "test the machine (megatrain doctor counts errors of memory, memtest86+ finds others)"
 
 
 def begin_watch(run: Run) -> None:
@@ -48,18 +48,19 @@ def _told(error: HardwareError, run: Run, checkpoints: Path) -> HardwareError:
         saved = find(checkpoints)
         committed = held_by(run.config, num_nodes=run.ranks.num_nodes)[0]
     except MegatrainError as other:
-        return HardwareError(f"{error}; nothing is saved of it, and {other}; {_TEST}", since=error.since)
+        return HardwareError(f"{error}; and {other}; {_TEST}", since=error.since)
     sound = next((path for path in saved if step_of(path) < error.since), None)
     newest = max([committed, *map(step_of, saved[:1])])
-    if sound is None:
-        where = "no checkpoint is from before that, so begin again"
-    elif newest >= error.since:
+    if newest >= error.since and sound is not None:
         where = (
             f"the newest checkpoint from before that is {sound}: go on from it with --resume {sound} and "
             "another --out"
         )
+    elif newest >= error.since or newest < 0:
+        where = "no checkpoint is from before that, so begin again"
     else:
-        where = f"the newest checkpoint, {sound}, is from before that: the same command goes on from it"
-    return HardwareError(
-        f"{error}. Nothing is saved from now on; {where}. Before, {_TEST}", since=error.since
-    )
+        point = f"step {newest}, which is committed on the drives" if newest == committed else str(sound)
+        where = f"the newest that is saved, {point}, is from before that: the same command goes on from it"
+    is_lost = run.engine.arrangement.integrity.cause is not None
+    saves = "Nothing is saved from now on; " if is_lost else ""
+    return HardwareError(f"{error}. {saves}{where}. Before, {_TEST}", since=error.since)

@@ -33,7 +33,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-SETTINGS: dict[str, Any] = {"checkpoint": {"every": 1, "keep_last": 2}, "log": {"report": False}}
+SETTINGS: dict[str, Any] = {
+    "checkpoint": {"every": 1, "keep_last": 2},
+    "log": {"report": False},
+    "memory": {"watch": "off"},  # which would notice that no update has done this
+}
 
 
 def test_weights_that_went_wrong_do_not_cost_the_last_good_checkpoint(

@@ -122,7 +122,7 @@ def test_a_machine_that_computes_wrong_ends_the_run_which_then_goes_on_to_the_sa
             train(config)
     assert caught.value.exit_code == 10
     newest = tmp_path / "run/checkpoints/step-00000004"
-    assert f"the newest checkpoint, {newest}, is from before that: the same command goes on" in str(
+    assert f"the newest that is saved, {newest}, is from before that: the same command goes on" in str(
         caught.value
     )
     train(config)

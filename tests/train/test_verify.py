@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.cli import main
 from megatrain.store.drives.places import STATE_NAME
-from megatrain.store.drives.record import RECORD_NAME, read_record
+from megatrain.store.drives.record import RECORD_NAME, read_record, write_record
 from megatrain.store.drives.striped import Extent, StripedStore
 from megatrain.train.loop import train
 from tests.train.project import make_config, train_until
@@ -198,3 +199,19 @@ def test_drives_in_use_or_of_an_earlier_version_are_not_read(
     store.close()
     assert code == 2
     assert "is in use by a run; verify it when the run has ended" in lines[-1]
+    for changes, words in (
+        ({"chunk_bytes": 0, "extent_bytes": ()}, "is of an earlier version of megatrain and does not say"),
+        ({"sums": record.sums[1:]}, "sizes, copies and checksums do not belong together"),
+        ({"copies": "0"}, "sizes, copies and checksums do not belong together"),
+        ({"extent_bytes": (7, *record.extent_bytes[1:])}, "sizes, copies and checksums do not belong"),
+        ({"drives": record.drives[:1]}, "names 1 directories, and memory.tiers.nvme 2"),
+        ({"drives": record.drives[::-1]}, "is not the file that"),
+    ):
+        write_record(tmp_path / "drive0", replace(record, **changes))
+        code, lines, _ = verify(tmp_path / "run", capsys)
+        assert code == 2
+        assert words in lines[-1]
+    write_record(tmp_path / "drive0", replace(record, owner="another"))
+    code, lines, _ = verify(tmp_path / "run", capsys)
+    assert code == 0
+    assert "is of another run (another); it was not read" in lines[-1]

@@ -74,7 +74,9 @@ def test_the_same_command_goes_on_from_a_checkpoint_before_the_flip(
     assert f"in block 0, plane {plane}, " in said
     assert "after the update of step 6, as was noticed in step 7" in said
     newest = tmp_path / "run/checkpoints/step-00000004"
-    assert f"the newest checkpoint, {newest}, is from before that: the same command goes on from it" in said
+    assert (
+        f"the newest that is saved, {newest}, is from before that: the same command goes on from it" in said
+    )
     assert saved(tmp_path / "run") == ["step-00000004"]
     train(config)
     assert_same_runs(tmp_path / "run", whole)
@@ -147,3 +149,17 @@ def test_a_run_that_is_watched_has_the_bits_of_one_that_is_not(whole: Path, tmp_
 def test_a_share_is_between_0_and_1(tmp_path: Path, wish: Any) -> None:
     with pytest.raises(Exception, match=r"memory\.watch"):
         run_of(tmp_path, watch=wish)
+
+
+def test_a_commit_on_drives_is_named_where_it_is_the_newest_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third step is committed; the flip comes after the fourth, and after the sixth."""
+    for step, words in ((4, "step 3, which is committed on the drives, is from before"), (6, "begin again")):
+        tiers = {"ram": 1 << 26, "nvme": [str(tmp_path / f"drive{step}")]}
+        memory = {"watch": 1.0, "fragments": False, "tiers": tiers, "commit_every": 3}
+        settings: dict[str, Any] = {"memory": memory, "checkpoint": {"every": None}}
+        with monkeypatch.context() as patch:
+            flip_after(patch, step, "working")
+            with pytest.raises(HardwareError, match=words):
+                train(make_config(tmp_path, f"run{step}", **settings))

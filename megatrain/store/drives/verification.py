@@ -54,9 +54,15 @@ def verify_committed(
             f"{where / RECORD_NAME} names {len(record.drives)} directories, and memory.tiers.nvme "
             f"{len(directories)}; give those with which it was written"
         )
+    sizes = [record.chunk_bytes, *record.extent_bytes]
+    is_sound = all(type(size) is int and size >= 0 and size % PAGE_BYTES == 0 for size in sizes)
     extents = [Extent(f"extent {number}", size) for number, size in enumerate(record.extent_bytes)]
-    chunks, drive_bytes = lay_out(extents, len(directories), record.chunk_bytes)
-    assert len(record.sums) == sum(map(len, chunks)), "the record has another number of checksums"
+    chunks, drive_bytes = lay_out(extents if is_sound else [], len(directories), record.chunk_bytes)
+    if [len(record.copies), len(record.sums)] != [len(chunks), sum(map(len, chunks))]:
+        raise CheckpointError(
+            f"{where / RECORD_NAME} is damaged: its sizes, copies and checksums do not belong together; "
+            "remove it to resume from the newest checkpoint"
+        )
     with ExitStack() as stack:
         files = []
         for directory, size, name in zip(directories, drive_bytes, record.drives, strict=True):
@@ -93,9 +99,10 @@ def _compare(
     passed: Callable[[int], None],
 ) -> int:
     threads = num_readers()
+    largest = max((chunk.stop - chunk.start for parts in chunks for chunk in parts), default=1)
     buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     for _ in range(threads):
-        buffers.put(memoryview(mmap.mmap(-1, record.chunk_bytes)))
+        buffers.put(memoryview(mmap.mmap(-1, largest)))
 
     def check(extent: int, index: int, copy: int, expected: int) -> int:
         chunk, buffer = chunks[extent][index], buffers.get()

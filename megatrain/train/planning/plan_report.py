@@ -193,7 +193,7 @@ def _watch(planned: Planned) -> Iterator[str]:
     if found.rotation is None:
         yield from row("watch", "nothing of the state in RAM (memory.watch=off)")
         return
-    each = "all" if found.rotation == 1 else f"{found.share:.2g} of"
+    each = "all" if found.rotation == 1 else f"{found.share:.2%} of"
     parts = [f"{each} {binary(found.state_bytes)} of state in RAM at any moment"] if found.state_bytes else []
     if found.frozen_bytes:
         often = "step" if found.rotation == 1 else f"{found.rotation:,} steps"

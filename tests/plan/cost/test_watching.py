@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.config.choice import Choice, StepBatch
 from megatrain.config.plan import Plan
-from megatrain.plan.cost.watching import STEP_SHARE, rotation_of, watching
+from megatrain.plan.cost.watching import HASHED, STEP_SHARE, rotation_of, watching
 from megatrain.plan.search.planner import make_plan
 from megatrain.plan.search.request import Request
 from tests.plan.anatomies import Shape, llama_like, machine
@@ -48,7 +48,7 @@ def test_watching_takes_a_hundredth_of_a_step_and_no_less_than_it_may(plan: Plan
     assert found.state_bytes + found.unwatched_bytes == 12 * ANATOMY.num_params
     assert found.frozen_bytes == 0
     assert found.rotation is not None
-    whole_s = 1.5 * step.rates.update_s(2 * found.state_bytes)
+    whole_s = HASHED * step.rates.update_s(2 * found.state_bytes)
     assert found.seconds == pytest.approx(whole_s / found.rotation)
     assert found.seconds <= STEP_SHARE * plan.step_s
     assert found.rotation == 1 or whole_s / (found.rotation - 1) > STEP_SHARE * plan.step_s
