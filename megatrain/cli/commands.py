@@ -28,7 +28,7 @@ from megatrain.cli.importing import importing
 from megatrain.cli.log import log_to_stderr, showing
 from megatrain.cli.machine import caller, planned_machine
 from megatrain.cli.plan import print_plan
-from megatrain.cli.ranks import join_ranks, leave_out_stacks, start_ranks
+from megatrain.cli.ranks import join_ranks, leave_out_stacks, start_again, start_ranks
 from megatrain.cli.settings import given_settings, read_settings
 from megatrain.distributed.processes import tell_launcher
 from megatrain.errors import ConfigError, RankError, as_ours, is_text
@@ -142,6 +142,10 @@ def train(
         int | None,
         typer.Option("--ranks", "--gpus", min=1, help="Processes that train together, one per GPU."),
     ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Start again after a crash, N times at most."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Compare two steps with it; write nothing.")
     ] = False,
@@ -193,10 +197,14 @@ def train(
     if plan_only:
         place = planned_machine(machine, ram, gpus=ranks)
         _print_own_plan(raw, source, config, place)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    again = [*["--debug"] * _debug, "train", *(arguments or []), *overrides, *["--verbose"] * verbose]
+    if restarts is not None:
+        raise typer.Exit(
+            start_again(config, again, restarts, {"--dry-run": dry_run, "--ranks": (ranks or 1) > 1})
+        )
     if ranks is not None and ranks > 1:
-        overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
-        again = ["train", *(arguments or []), *overrides, *["--verbose"] * verbose]
-        raise typer.Exit(start_ranks(config, ranks, ["--debug"] * _debug + again, dry_run=dry_run))
+        raise typer.Exit(start_ranks(config, ranks, again, dry_run=dry_run))
     with showing("train") as doing:
         doing.at_once("loading torch and transformers")
         if dry_run:

@@ -1,11 +1,11 @@
-"""The option `--ranks` of `megatrain train`, and torchrun's variables in the environment."""
+"""The options `--ranks` and `--restarts` of `megatrain train`, and torchrun's variables."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,6 +90,46 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             leave_report(directory)  # a report by the first rank does not know how it ended
 
     return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell)
+
+
+def start_again(config: Config, arguments: Sequence[str], restarts: int, others: Mapping[str, bool]) -> int:
+    """Run the same command in another process, and again after a crash; return its exit code.
+
+    Args:
+        config: The settings of the arguments.
+        arguments: The arguments of the command line, without the number of restarts.
+        restarts: The number of further starts, at most.
+        others: The options that do not go with it, and whether they are given.
+
+    Raises:
+        ConfigError: There is such an option, a launcher has started this process, or the number is negative.
+    """
+    from megatrain.checkpoint.load import find
+    from megatrain.config import replace_settings
+    from megatrain.train.commands.restarts import command_of, run_again
+    from megatrain.train.records.directory import RunDirectory
+
+    if restarts < 0:
+        raise ConfigError(f"--restarts is {restarts}; give 0 or more")
+    if excluded := [name for name, is_given in others.items() if is_given]:
+        raise ConfigError(
+            f"--restarts starts one process again and does not go with {excluded[0]} (ranks go on with those "
+            "that are left); leave one of them away"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--restarts is for one process; torchrun has --max-restarts of its own")
+    directory = RunDirectory(Path(config.out))
+    is_first = True
+
+    def command() -> list[str]:
+        nonlocal is_first
+        goes_on = config.checkpoint.resume in ("auto", "no") or any(find(directory.checkpoints))
+        if is_first or not goes_on:
+            is_first = False
+            return command_of(arguments)
+        return command_of(replace_settings(arguments, {"checkpoint.resume": "auto"}))
+
+    return run_again(command, directory, restarts=restarts)
 
 
 def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Alone:

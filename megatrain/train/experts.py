@@ -64,7 +64,7 @@ class ExpertWatch:
         return {router: load_of(count) for router, count in counts.items()}
 
     def drop(self) -> None:
-        """Drop what was counted since, which is of no step."""
+        """Forget what was counted of a step that runs again."""
         if self._loads.has_routers:
             self._loads.take()
 

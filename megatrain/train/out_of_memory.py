@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,3 +65,16 @@ def _planned(plan: Plan, tier: str) -> str:
     limit = plan.limits.get(name)
     of = "" if limit is None else f" of {binary(limit)} that it may take"
     return f"the plan takes {binary(plan.tier_bytes(name))}{of}"
+
+
+def let_go(error: BaseException) -> None:
+    """Drop what the frames hold in which an error was raised: the activations of the step, above all."""
+    pending, seen = [error], set()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        pending += [other for other in (each.__cause__, each.__context__) if other is not None]
+    gc.collect()

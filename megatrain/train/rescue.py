@@ -7,11 +7,9 @@ held is let go of first.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from megatrain.checkpoint.save import save
 from megatrain.config.choice import Updates
 from megatrain.errors import CallbackError, DivergedError, HardwareError, MegatrainError, RankError, as_ours
 from megatrain.train.last_good import LastGood
-from megatrain.train.out_of_memory import memory_error
+from megatrain.train.out_of_memory import let_go, memory_error
 from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.recovery import newest_point
 from megatrain.train.run import Run
@@ -52,7 +50,7 @@ def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
         ):
             raise
         told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}") or as_ours(error)
-        _let_go(error)
+        let_go(error)
         said = _saved(run, directory)
         if told is None:
             _log.warning("an error ends the run: %s", said)
@@ -61,19 +59,6 @@ def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
         if told is error:
             raise
         raise told from error
-
-
-def _let_go(error: BaseException) -> None:
-    """Drop what the frames hold in which an error was raised: the activations of the step, above all."""
-    pending, seen = [error], set()
-    while pending:
-        each = pending.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
-        pending += [other for other in (each.__cause__, each.__context__) if other is not None]
-    gc.collect()
 
 
 def _saved(run: Run, directory: RunDirectory) -> str:

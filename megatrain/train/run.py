@@ -165,7 +165,6 @@ class Run:
 
     def end_update(self, num_targets: int) -> None:
         """Count a step whose update is issued; from now on the run is behind it."""
-        self.scheduler.step()
         self.step += 1
         self.tokens += self.loader.num_tokens
         self.targets += num_targets

@@ -14,6 +14,7 @@ from megatrain.train.records.measured import measured
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.replay import Replay, require_data
 from megatrain.train.run import Run
+from megatrain.train.smaller_rounds import forward_backward
 
 
 def train_step(run: Run) -> StepMetrics:
@@ -25,11 +26,12 @@ def train_step(run: Run) -> StepMetrics:
     if run.optimizer.memory_watch is not None:
         run.optimizer.memory_watch.step = run.step + 1
     micro_batches = next(run.loader)
-    seeds, num_targets = run.micro_batch_seeds(), sum(map(count_targets, micro_batches))
+    seeds = run.micro_batch_seeds()
+    num_targets = sum(map(count_targets, micro_batches))
 
     replay = Replay(run, micro_batches, seeds) if policy == "replay" else None
     callbacks.call("on_step_begin")
-    loss, shown = run.forward_backward(micro_batches, seeds)
+    loss, shown = forward_backward(run, micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
     lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
     # With `warn`, the loss is read after the step, since the device is at work until then.
@@ -44,6 +46,7 @@ def train_step(run: Run) -> StepMetrics:
         run.engine.zero_grad()
     else:
         stats = run.optimizer.step()
+    run.scheduler.step()
     run.end_update(num_targets)
     # `float(loss)` blocks until the device has finished; only the updates still run.
     loss_value = float(loss)
