@@ -378,7 +378,7 @@ def test_settings_that_seem_to_exclude_each_other_are_not() -> None:
         ("optim=adamw_torch", "optim.lr", 5e-5),
         ("gradient_checkpointing=true", "memory.activations", "auto"),
         ("fp16=false", "train.precision", "auto"),
-        ("save_strategy=steps", "checkpoint.every", 500),
+        ("save_strategy=steps", "checkpoint.every", "auto"),
         ("resume_from_checkpoint=true", "checkpoint.resume", "auto"),
         ("torch_compile=true", "train.compile", "on"),
     ],

@@ -237,7 +237,7 @@ _COLUMNS = (
     "device_bytes",
     "power_w",
 )
-_NUMBERS = (*_COLUMNS, *AMONG_RANKS, "tokens")
+_NUMBERS = (*_COLUMNS, *AMONG_RANKS, "tokens", "targets")
 _MOST_WAITS = 6
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from functools import cache
 from html import escape
@@ -112,11 +113,11 @@ def _page(name: str, scripts: str) -> str:
 
 
 def page_data(run: RunFiles) -> dict[str, Any]:
-    """Return all that the page shows, as plain values."""
+    """Return all that the page shows, as plain values without numbers that JSON has no form for."""
     curves = columns(run)
     state = run.state()
     seen = trace_spans(run.path / "trace.json")
-    return {
+    page = {
         "name": run.name,
         "state": state,
         "facts": facts_of(run, state),
@@ -143,6 +144,16 @@ def page_data(run: RunFiles) -> dict[str, Any]:
         ],
         "environment": [[key, _plain(value)] for key, value in run.environment.items()],
     }
+    return {key: _finite(value) for key, value in page.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return plain values with None for what is not finite, which a stranger's file may have anywhere."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def facts_of(run: RunFiles, state: str) -> list[list[str]]:
