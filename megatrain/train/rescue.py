@@ -17,7 +17,7 @@ from pathlib import Path
 from megatrain.checkpoint.load import find_step, verify
 from megatrain.checkpoint.save import save
 from megatrain.config.choice import Updates
-from megatrain.errors import CallbackError, DivergedError, HardwareError, MegatrainError, RankError, as_ours
+from megatrain.errors import CallbackError, DivergedError, MegatrainError, RankError, as_ours
 from megatrain.train.last_good import LastGood
 from megatrain.train.out_of_memory import let_go, memory_error
 from megatrain.train.records.directory import MovedError, RunDirectory
@@ -26,9 +26,9 @@ from megatrain.train.run import Run
 
 _log = logging.getLogger(__name__)
 
-_TOLD = (DivergedError, RankError, CallbackError, HardwareError, MovedError)
-"""The errors that say themselves what is saved: a run that diverged, or whose machine changed a value, goes
-back; what a callback's error leaves is saved, and so is what a directory that was moved leaves."""
+_TOLD = (DivergedError, RankError, CallbackError, MovedError)
+"""The errors that say themselves what is saved: a run that diverged goes back, and what a callback's error
+leaves is saved, as is what a directory that was moved leaves."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from types import TracebackType
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.save import LeftOverError, save
 from megatrain.checkpoint.saver import Saver, Wanted
-from megatrain.errors import HardwareError, OutputError
+from megatrain.errors import HardwareError, MegatrainError, OutputError
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.train.adapters import base_of
 from megatrain.train.records.directory import MovedError, RunDirectory
@@ -37,6 +37,10 @@ class _Begun:
     began_s: float
     stopped_s: float = 0.0
     """Seconds for which the run stopped when it was begun."""
+
+
+class _GivenUpError(Exception):
+    """The run ends, and what is being written is not wanted."""
 
 
 class Saves:
@@ -87,8 +91,9 @@ class Saves:
             return
         if self._begun is not None:
             is_interrupt = isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S)
-            if error is not None and (is_interrupt or isinstance(error, HardwareError)):
-                self._saver.writer.fail(error)
+            is_changed = isinstance(self._run.engine.arrangement.integrity.cause, HardwareError)
+            if error is not None and (is_interrupt or is_changed):
+                self._saver.writer.fail(_GivenUpError())
             self._finish()
         self._saver.close()
         self._run.engine.arrangement.guard.hold(None)
@@ -215,7 +220,7 @@ class Saves:
         except LeftOverError as left:
             path = left.path
             _log.warning("%s", left)
-        except (OutputError, HardwareError, KeyboardInterrupt) as error:
+        except (MegatrainError, _GivenUpError) as error:
             self._failed(begun, error)
             return
         self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s)
@@ -237,7 +242,7 @@ class Saves:
     def _failed(self, begun: _Begun, error: BaseException) -> None:
         run = self._run
         run.last_good.lose(begun.step)
-        if not isinstance(error, OutputError):
+        if isinstance(error, _GivenUpError):
             return
         run.tell_of(begun.step, "unsaved", reason=str(error))
         if run.ranks.rank == 0:
