@@ -74,7 +74,8 @@ class RowFile:
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            with suppress(OSError):  # nothing was written through it
+                os.close(self._descriptor)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatrain.checkpoint.load import find_step, verify
 from megatrain.checkpoint.save import save
 from megatrain.config.choice import Updates
-from megatrain.errors import CallbackError, DivergedError, MegatrainError, RankError, as_ours
+from megatrain.errors import CallbackError, DivergedError, MegatrainError, RankError, as_ours, first_line
 from megatrain.train.last_good import LastGood
 from megatrain.train.out_of_memory import let_go, memory_error
 from megatrain.train.records.directory import MovedError, RunDirectory
@@ -51,7 +51,7 @@ def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
             raise
         told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}") or as_ours(error)
         let_go(error)
-        said = _saved(run, directory)
+        said = _saved(run, directory, error)
         if told is None:
             _log.warning("an error ends the run: %s", said)
             raise
@@ -61,8 +61,8 @@ def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
         raise told from error
 
 
-def _saved(run: Run, directory: RunDirectory) -> str:
-    """Save the last whole step, if it can be, and say what is saved."""
+def _saved(run: Run, directory: RunDirectory, error: Exception) -> str:
+    """Save the last whole step, if it can be, after an error, and say what is saved."""
     if run.engine.choice.updates == Updates.IMMEDIATE.value:
         return f"with optim.updates=immediate nothing is saved: {_goes_on(newest_point(run, directory))}"
     try:
@@ -70,7 +70,10 @@ def _saved(run: Run, directory: RunDirectory) -> str:
         if meta is None:
             return _goes_on(newest_point(run, directory))
         step = int(meta["step"])
-        path = _whole_checkpoint(directory, step) or _save(run, directory, step, meta)
+        path = _whole_checkpoint(directory, step)
+        if path is None:
+            _log.warning("step %d is saved before the run ends: %s", step, first_line(error))
+            path = _save(run, directory, step, meta)
     except Exception as failed:
         is_ours = isinstance(failed, MegatrainError)
         why = str(failed).partition("; ")[0] if is_ours else f"{type(failed).__name__}: {failed}"

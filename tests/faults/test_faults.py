@@ -109,4 +109,6 @@ def test_fault_is_injected(files: Bench) -> None:
     assert answer["code"] == 2
     assert answer["err"].splitlines()[-1].startswith("error: megatrain cannot write the tokenizer to ")
     assert "No space left on device; free some space there" in answer["err"]
-    assert not any((files.root / "run/checkpoints").iterdir())
+    saved = files.root / "run/checkpoints/step-00000001"
+    assert f"Step 1 is saved in {saved}" in answer["err"], "the fault was a single one"
+    assert list(saved.parent.iterdir()) == [saved]

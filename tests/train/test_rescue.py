@@ -20,6 +20,7 @@ from megatrain.data.loader import PackedLoader
 from megatrain.errors import DataError, MegatrainError, OutputError, TornStateError
 from megatrain.stream import optimizer
 from megatrain.stream.engine import Engine
+from megatrain.stream.lanes import EmulatedLanes
 from megatrain.train import loop, rescue, step
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.loop import train
@@ -235,6 +236,46 @@ def test_updates_that_a_failure_has_left_out_are_taken_again(
     assert recorded(checkpoint) == recorded(whole / "checkpoints" / checkpoint.name)
     start(config)
     assert_same_ends(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.parity) for seed in range(2, 60))]
+)
+def test_any_operation_of_a_lane_may_fail(
+    seed: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was issued, begun or done: the state is torn and not saved, or whole and its step's."""
+    chance, count = random.Random(seed), 0
+    last = chance.randrange(30, 100)
+    submit = EmulatedLanes._submit
+
+    def fail() -> None:
+        time.sleep(chance.random() / 300)  # the launching thread is ahead meanwhile
+        raise DataError(FAILS)
+
+    def failing(lanes: Any, lane: Any, function: Callable[[], object], work: float, found: object) -> Any:
+        nonlocal count
+        count += 1
+        return submit(lanes, lane, fail if count == last else function, work, found)
+
+    streams = {"memory": {"resident_blocks": 0}} if seed % 2 else {}
+    config = make_config(tmp_path, **options("emulated") | streams)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmulatedLanes, "_submit", failing)
+        with pytest.raises(MegatrainError) as caught:
+            start(config)
+    saved = list((tmp_path / "run/checkpoints").glob("*"))
+    if isinstance(caught.value, TornStateError):
+        assert not saved
+    elif saved:
+        assert f"is saved in {saved[0]}" in str(caught.value)
+        found, known = recorded(saved[0]), recorded(whole / "checkpoints" / saved[0].name)
+        assert found | {"evaluation": None} == known | {"evaluation": None}, (
+            "one that has failed is made again"
+        )
+    start(config)
+    left, right = state_of(tmp_path / "run"), state_of(whole)
+    assert all(torch.equal(left[name], right[name]) for name in right)
 
 
 def test_checkpoint_that_is_there_is_not_written_again(
