@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain import files
 from megatrain.checkpoint import load, save
+from megatrain.checkpoint.background import ChunkWriter
+from megatrain.checkpoint.contents import LargeFile
+from megatrain.checkpoint.saver import Saver, Wanted
 
 
 class Watched(files.FileCalls):
@@ -20,14 +24,16 @@ class Watched(files.FileCalls):
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self._lock = threading.RLock()
         self._paths: dict[int, Path] = {}
 
     def before(self, call: str, path: Path) -> None:
         """Do what this stand-in is for; `self.num_calls` is the index of this call."""
 
     def _count(self, call: str, path: Path) -> None:
-        self.before(call, path)
-        self.num_calls += 1
+        with self._lock:  # a save in the background has several threads
+            self.before(call, path)
+            self.num_calls += 1
 
     def open(self, path: Path, flags: int) -> int:
         self._count("create" if flags & os.O_CREAT else "open", path)
@@ -38,6 +44,10 @@ class Watched(files.FileCalls):
     def write(self, descriptor: int, data: memoryview) -> int:
         self._count("write", self._paths[descriptor])
         return super().write(descriptor, data)
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self._count("write", self._paths[descriptor])
+        return super().write_at(descriptor, data, offset)
 
     def read(self, descriptor: int, num_bytes: int) -> bytes:
         self._count("read", self._paths[descriptor])
@@ -104,6 +114,12 @@ class Killed(Watched):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().write(descriptor, data)
 
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        if self._torn and self.num_calls == self._at:
+            os.pwrite(descriptor, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().write_at(descriptor, data, offset)
+
 
 def write_payload(tag: str) -> Callable[[Path], None]:
     """Return a `write` for `save`: a durable file, and two that nobody has fsynced, one in a subdirectory."""
@@ -122,6 +138,26 @@ def write_payload(tag: str) -> Callable[[Path], None]:
 def put(root: Path, step: int, tag: str, *, keep_last: int = 9) -> Path:
     """Save the payload of a tag as the checkpoint of a step."""
     return save.save(root, step=step, write=write_payload(tag), meta={"tag": tag}, keep_last=keep_last)
+
+
+def put_behind(root: Path, step: int, tag: str, *, keep_last: int = 9) -> Path:
+    """Save the same files in the background, one chunk at a time."""
+    large = [
+        LargeFile("weights.safetensors", f"weights {tag}".encode() * 40, ()),
+        LargeFile("deep/moments", f"moments {tag}".encode() * 30, ()),
+    ]
+
+    def rest(directory: Path) -> None:
+        files.write_bytes_durably(directory / "plain", f"plain {tag}".encode() * 20)
+
+    saver = Saver(root, ChunkWriter(1, large))
+    try:
+        saver.begin(
+            Wanted(step=step, files=large, write_rest=rest, meta={"tag": tag}, keep_last=keep_last), ()
+        )
+        return saver.result()
+    finally:
+        saver.close()
 
 
 def newest(root: Path) -> tuple[int, str] | None:
@@ -151,6 +187,8 @@ class Scenario:
     """Steps to keep."""
     has_leftovers: bool = False
     """Whether two earlier crashes left something."""
+    is_behind: bool = False
+    """Whether it is saved in the background."""
 
     @property
     def old(self) -> tuple[int, str] | None:
@@ -169,7 +207,7 @@ class Scenario:
 
     def run(self, root: Path) -> Path:
         """Save."""
-        return put(root, *self.new, keep_last=self.keep_last)
+        return (put_behind if self.is_behind else put)(root, *self.new, keep_last=self.keep_last)
 
     def check_afterwards(self, root: Path) -> None:
         """Assert that the old or the new one is whole, and that the next save leaves nothing else behind."""
@@ -187,4 +225,5 @@ SCENARIOS = {
     ),
     "again, equal": Scenario(before=((20, "b"),), new=(20, "b"), keep_last=1),
     "again, other": Scenario(before=((10, "a"), (20, "b")), new=(20, "c"), keep_last=1),
+    "behind": Scenario(before=((10, "a"), (20, "b")), new=(30, "c"), keep_last=1, is_behind=True),
 }

@@ -8,12 +8,17 @@ Source: the crash model of ALICE (Pillai et al., OSDI 2014), in its most pessimi
 
 from __future__ import annotations
 
+import functools
 import os
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from megatrain import files
 from tests.checkpoint.faults import Watched
 
 
@@ -43,17 +48,45 @@ class Directory:
         self.safe, self.pending = dict(self.live), []
 
 
+class InTurn(files.FileCalls):
+    """Lets the threads of a save make their calls in turn; the one that looks at states makes other ones."""
+
+    def __init__(self, system: files.FileCalls, real: files.FileCalls) -> None:
+        super().__init__()
+        self._looks = threading.local()
+        lock = threading.RLock()
+
+        def call(name: str, *arguments: Any) -> Any:
+            if getattr(self._looks, "here", False):
+                return getattr(real, name)(*arguments)
+            with lock:
+                return getattr(system, name)(*arguments)
+
+        for name in vars(files.FileCalls):
+            if not name.startswith("_"):
+                setattr(self, name, functools.partial(call, name))
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Let this thread make the other calls."""
+        self._looks.here = True
+        try:
+            yield
+        finally:
+            self._looks.here = False
+
+
 class ForgetfulSystem(Watched):
     """Do the calls, and keep a model of what each one made safe; call `after_call` after each that changes
     it."""
 
-    def __init__(self, root: Path, *, dropped_fsync: int = -1) -> None:
+    def __init__(self, root: Path, *, dropped_fsync: int = -1, dropped_name: str = "") -> None:
         super().__init__()
         self.root = root
         self.tree = _read(root)
         self.fsyncs: list[Path] = []
         self.after_call: Callable[[], None] = lambda: None
-        self._dropped_fsync = dropped_fsync
+        self._dropped_fsync, self._dropped_name = dropped_fsync, dropped_name
 
     def open(self, path: Path, flags: int) -> int:
         descriptor = super().open(path, flags)
@@ -69,10 +102,19 @@ class ForgetfulSystem(Watched):
         self.after_call()
         return count
 
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        count = super().write_at(descriptor, data, offset)
+        node = self._node(self._paths[descriptor])
+        assert isinstance(node, File)
+        assert offset == len(node.safe) + len(node.pending), "the model appends"
+        node.pending += bytes(data[:count])
+        self.after_call()
+        return count
+
     def fsync(self, descriptor: int) -> None:
         path = self._paths[descriptor]
         self.fsyncs.append(path)
-        if len(self.fsyncs) - 1 != self._dropped_fsync:
+        if len(self.fsyncs) - 1 != self._dropped_fsync and path.name != self._dropped_name:
             node = self._node(path)
             if isinstance(node, File):
                 node.safe, node.pending = node.safe + node.pending, b""

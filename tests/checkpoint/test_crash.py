@@ -20,7 +20,7 @@ from megatrain import files
 from megatrain.checkpoint import load
 from megatrain.errors import OutputError
 from tests.checkpoint.faults import SCENARIOS, Failing, Watched, newest, put
-from tests.checkpoint.powercut import ForgetfulSystem
+from tests.checkpoint.powercut import ForgetfulSystem, InTurn
 
 Event = tuple[str, Path]
 
@@ -114,7 +114,7 @@ def test_kill_at_every_call_leaves_old_or_new(tmp_path: Path) -> None:
     assert states == {(name, state) for name, item in SCENARIOS.items() for state in (item.old, item.new)}
 
 
-@pytest.mark.parametrize("name", ["only", "retention", "again, other"])
+@pytest.mark.parametrize("name", ["only", "retention", "again, other", "behind"])
 def test_power_cut_at_every_call_leaves_old_or_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -133,23 +133,63 @@ def test_power_cut_test_sees_a_missing_fsync(tmp_path: Path, monkeypatch: pytest
         assert bad > 0, kind
 
 
+@pytest.mark.parametrize("name", ["weights.safetensors", "moments", "deep", "checkpoints"])
+def test_power_cut_test_sees_what_a_save_in_the_background_does_not_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _, bad = power_cuts(tmp_path, monkeypatch, "behind", num_states=40, dropped_name=name)
+    assert bad > 0
+
+
+@pytest.mark.parametrize("kind", [".MANIFEST", ".tmp-", "checkpoints"])
+def test_single_fsyncs_of_a_save_in_the_background_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of the manifest, the directory that has it, and the commit: one left out loses something."""
+    calls = Recorded()
+    scenario = SCENARIOS["behind"]
+    scenario.prepare(tmp_path / "listed")
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "system", calls)
+        scenario.run(tmp_path / "listed")
+    fsyncs = [path for call, path in calls.events if call == "fsync"]
+    found = [
+        index
+        for index, path in enumerate(fsyncs)
+        if (path.name if path.name != "listed" else "checkpoints").startswith(kind)
+    ]
+    lost = 0
+    for index in found[-1:] if kind == ".tmp-" else found:
+        run = tmp_path / str(index)
+        run.mkdir()
+        with monkeypatch.context() as patch:
+            lost += power_cuts(run, patch, "behind", num_states=40, dropped_fsync=index)[1] > 0
+    assert lost == (len(found) if kind == ".MANIFEST" else 1)
+
+
 def power_cuts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, num_states: int, dropped_fsync: int = -1
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    *,
+    num_states: int,
+    dropped_fsync: int = -1,
+    dropped_name: str = "",
 ) -> tuple[int, int]:
     """Cut the power `num_states` times after every call; count the states, and those without old or new."""
     scenario, chance = SCENARIOS[name], random.Random(0)
     root, copy = tmp_path / "checkpoints", tmp_path / "copy"
     scenario.prepare(root)
     real = files.system
-    system = ForgetfulSystem(root, dropped_fsync=dropped_fsync)
+    system = ForgetfulSystem(root, dropped_fsync=dropped_fsync, dropped_name=dropped_name)
     states = bad = 0
+    calls = InTurn(system, real)
 
     def look() -> None:
         nonlocal states, bad
         if len(system.fsyncs) <= dropped_fsync:
             return
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "system", real)
+        with calls.looking():
             for _ in range(num_states):
                 system.after_power_cut(chance, copy)
                 states += 1
@@ -160,12 +200,12 @@ def power_cuts(
                 shutil.rmtree(copy)
 
     system.after_call = look
-    monkeypatch.setattr(files, "system", system)
+    monkeypatch.setattr(files, "system", calls)
     scenario.run(root)
     return states, bad
 
 
-@pytest.mark.parametrize("name", ["first", "retention", "again, equal", "again, other"])
+@pytest.mark.parametrize("name", ["first", "retention", "again, equal", "again, other", "behind"])
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
 def test_error_at_every_call_is_one_sentence_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, for_ever: bool
