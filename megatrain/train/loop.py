@@ -16,6 +16,9 @@ from megatrain.config.sizes import counted
 from megatrain.distributed.alone import ALONE, Alone
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
+from megatrain.train.faults.recovery import check_divergence, resume_point_told
+from megatrain.train.faults.rescue import rescued
+from megatrain.train.faults.watching import begin_watch, end_watch
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.space import require_space, space_of
@@ -23,22 +26,19 @@ from megatrain.train.planning.timeline import planned_run
 from megatrain.train.ranks import require_checkpoint
 from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
-from megatrain.train.recovery import check_divergence, resume_point_told
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
-from megatrain.train.rescue import rescued
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.resume.point import as_values, point_from_values
 from megatrain.train.resume.state_commits import held_by_nodes
 from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_finished, point_of
 from megatrain.train.run import Run, prepare
 from megatrain.train.run_data import RunData
-from megatrain.train.saves import Saves
+from megatrain.train.saves.saves import Saves
 from megatrain.train.screen.progress import Progress
 from megatrain.train.shards import with_shards
 from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
 from megatrain.train.step import train_step
-from megatrain.train.watching import begin_watch, end_watch
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

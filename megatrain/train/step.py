@@ -8,13 +8,13 @@ from typing import Any
 
 from megatrain.model.shares import count_targets
 from megatrain.stream.report import StepReport
+from megatrain.train.faults.replay import Replay, require_data
+from megatrain.train.faults.smaller_rounds import forward_backward
 from megatrain.train.planning.allocation import check_allocated
 from megatrain.train.ranks import count_written
 from megatrain.train.records.measured import measured
 from megatrain.train.records.metrics import StepMetrics
-from megatrain.train.replay import Replay, require_data
 from megatrain.train.run import Run
-from megatrain.train.smaller_rounds import forward_backward
 
 
 def train_step(run: Run) -> StepMetrics:

@@ -31,8 +31,8 @@ from tests.checkpoint.faults import Watched
 from tests.distributed import training  # noqa: F401  # forks of what has imported this have it too
 from tests.searches import searched_for_a_moment
 from tests.store.disks import Counted, Failing, Killed
+from tests.train.faults.test_replay import Faulty
 from tests.train.project import make_config
-from tests.train.test_replay import Faulty
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

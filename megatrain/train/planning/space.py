@@ -22,9 +22,9 @@ from megatrain.hardware.this_machine import existing_parent
 from megatrain.plan.cost.saved_bytes import checkpoint_bytes, model_bytes
 from megatrain.plan.search.request import Request
 from megatrain.store.drives.places import STATE_NAME, bytes_taken
+from megatrain.train.planning.save_interval import is_timed, planned_interval
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import format_duration
-from megatrain.train.save_interval import is_timed, planned_interval
 
 _ROW_BYTES = 2048
 """The bytes of a row of `metrics.jsonl`: 500 to 2,000 in real runs."""

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from megatrain import cli
-from megatrain.train import loop, saves
+from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.planning.space import Space
+from megatrain.train.saves import saves
+from tests.train.faults.test_recovery import start_command
 from tests.train.project import make_config
-from tests.train.test_recovery import start_command
 
 STATVFS = os.statvfs
 

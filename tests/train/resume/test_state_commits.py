@@ -37,7 +37,7 @@ from megatrain.train.planning.counting import PlannedModel
 from megatrain.train.resume import state_commits
 from megatrain.train.resume.state_commits import find_commit, held_by
 from megatrain.train.run import prepare
-from megatrain.train.saves import Saves
+from megatrain.train.saves.saves import Saves
 from megatrain.train.step import train_step
 from tests.forks import run_module, run_script
 from tests.products import every_value

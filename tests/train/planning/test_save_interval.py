@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from megatrain.config.types import seconds_between
-from megatrain.train.save_interval import LEAST_S, SaveInterval, is_timed, least_interval, planned_interval
+from megatrain.train.planning.save_interval import (
+    LEAST_S,
+    SaveInterval,
+    is_timed,
+    least_interval,
+    planned_interval,
+)
 
 
 class Clock:

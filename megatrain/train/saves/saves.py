@@ -15,11 +15,11 @@ from megatrain.checkpoint.saver import Saver, Wanted
 from megatrain.errors import HardwareError, MegatrainError, OutputError
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.train.adapters import base_of
+from megatrain.train.planning.save_interval import SaveInterval
 from megatrain.train.records.directory import MovedError, RunDirectory
-from megatrain.train.resume.contents import Contents
 from megatrain.train.resume.state import lend_state
 from megatrain.train.run import Run
-from megatrain.train.save_interval import SaveInterval
+from megatrain.train.saves.contents import Contents
 
 _log = logging.getLogger(__name__)
 

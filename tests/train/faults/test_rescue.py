@@ -21,12 +21,13 @@ from megatrain.errors import DataError, MegatrainError, OutputError, TornStateEr
 from megatrain.stream import optimizer
 from megatrain.stream.engine import Engine
 from megatrain.stream.lanes import EmulatedLanes
-from megatrain.train import loop, rescue, step
+from megatrain.train import loop, step
 from megatrain.train.evaluate.evaluator import Evaluator
+from megatrain.train.faults import rescue
 from megatrain.train.loop import train
 from megatrain.train.records.json_lines import read_rows
 from megatrain.train.run import Run
-from megatrain.train.saves import Saves
+from megatrain.train.saves.saves import Saves
 from tests.stream.execute.test_integrity import FailingKernel
 from tests.train.project import make_config
 from tests.train.test_loop import rows_of, state_of

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from megatrain.checkpoint.load import find, find_step, step_of
 from megatrain.errors import DivergedError, HardwareError, MegatrainError, TornStateError
+from megatrain.train.faults.replay import Verdict
+from megatrain.train.faults.watching import with_way_out
 from megatrain.train.out_of_memory import memory_error
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import StepMetrics
-from megatrain.train.replay import Verdict
 from megatrain.train.resume.state_commits import held_by
 from megatrain.train.run import Run
-from megatrain.train.watching import with_way_out
 
 _log = logging.getLogger(__name__)
 

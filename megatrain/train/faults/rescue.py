@@ -18,10 +18,10 @@ from megatrain.checkpoint.load import find_step, verify
 from megatrain.checkpoint.save import save
 from megatrain.config.choice import Updates
 from megatrain.errors import CallbackError, DivergedError, MegatrainError, RankError, as_ours, first_line
+from megatrain.train.faults.recovery import newest_point
 from megatrain.train.last_good import LastGood
 from megatrain.train.out_of_memory import let_go, memory_error
 from megatrain.train.records.directory import MovedError, RunDirectory
-from megatrain.train.recovery import newest_point
 from megatrain.train.run import Run
 
 _log = logging.getLogger(__name__)

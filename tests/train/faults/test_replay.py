@@ -12,8 +12,8 @@ import torch
 from megatrain.errors import ConfigError, HardwareError
 from megatrain.stream.engine import Engine
 from megatrain.train import spikes
+from megatrain.train.faults.replay import Replay, Verdict
 from megatrain.train.loop import train
-from megatrain.train.replay import Replay, Verdict
 from megatrain.train.run import Run, prepare
 from megatrain.train.spikes import Spikes
 from tests.train.project import make_config, write_model_with_experts

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatrain.errors import CapacityError
-from megatrain.train import loop, smaller_rounds
+from megatrain.train import loop
+from megatrain.train.faults import smaller_rounds
 from megatrain.train.loop import train
 from megatrain.train.records.json_lines import read_rows
 from megatrain.train.run import Run
