@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,3 +20,15 @@ def tmp_path() -> Iterator[Path]:
     place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _silent() -> Iterator[None]:
+    """Log nothing: what is read has characters that no terminal, and no message between processes, can hold."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
