@@ -24,7 +24,7 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _silent() -> Iterator[None]:
-    """Log nothing: what is read has characters that no terminal, and no message between processes, can hold."""
+    """Log nothing: what is read has characters that no message between processes can hold."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
