@@ -30,28 +30,39 @@ def least_interval(cost_s: float) -> float:
     return max(LEAST_S, cost_s / COST_SHARE)
 
 
+def planned_wait(
+    *, step_s: float, nbytes: int, away_bytes: int, write_bytes_per_s: float, read_bytes_per_s: float
+) -> float:
+    """Return the seconds for which a plan foresees a run to wait for a checkpoint in the background.
+
+    What is on drives is read before the next step, no faster than it is written. Of the rest, what the disk
+    takes longer than a step is waited for, and a tenth of a step beside it.
+
+    Args:
+        step_s: The seconds of a step.
+        nbytes: The bytes of a checkpoint.
+        away_bytes: The bytes of it that are on drives.
+        write_bytes_per_s: The rate at which the disk writes.
+        read_bytes_per_s: The rate at which the drives are read.
+    """
+    away_s = away_bytes / min(write_bytes_per_s, read_bytes_per_s)
+    late_s = (nbytes - away_bytes) / write_bytes_per_s - step_s
+    return away_s + max(0.0, late_s) + 0.1 * step_s
+
+
 def planned_interval(
-    every: int | str | None,
-    steps_per_epoch: int,
-    *,
-    step_s: float,
-    nbytes: int,
-    bytes_per_s: float | None,
+    every: int | str | None, steps_per_epoch: int, *, step_s: float, wait_s: float
 ) -> float | None:
     """Return the seconds between checkpoints that a plan foresees; None: there is one at the end only.
-
-    What the disk takes longer than a step is waited for, and a tenth of a step beside it.
 
     Args:
         every: The setting `checkpoint.every`.
         steps_per_epoch: The number of steps of one pass over the data.
         step_s: The seconds of a step.
-        nbytes: The bytes of a checkpoint.
-        bytes_per_s: The rate of the disk; None: not known, taken as `COMMON_RATE`.
+        wait_s: The seconds for which the run waits for one, as by `planned_wait`.
     """
     if every == "auto":
-        late_s = max(0.0, nbytes / (bytes_per_s or COMMON_RATE) - step_s)
-        return max(least_interval(late_s + 0.1 * step_s), step_s)
+        return max(least_interval(wait_s), step_s)
     seconds = seconds_between(every)
     if seconds is not None:
         return max(seconds, step_s)

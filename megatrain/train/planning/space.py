@@ -22,7 +22,7 @@ from megatrain.hardware.this_machine import existing_parent
 from megatrain.plan.cost.saved_bytes import checkpoint_bytes, model_bytes
 from megatrain.plan.search.request import Request
 from megatrain.store.drives.places import STATE_NAME, bytes_taken
-from megatrain.train.planning.save_interval import is_timed, planned_interval
+from megatrain.train.planning.save_interval import COMMON_RATE, is_timed, planned_interval, planned_wait
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import format_duration
 
@@ -50,6 +50,8 @@ class Space:
     """The checkpoints that there are and that the run will save; None: many, or not known."""
     interval_s: float | None
     """The seconds between checkpoints; None: there is one at the end only."""
+    wait_s: float
+    """The seconds for which the run waits for one."""
 
     @property
     def num_kept(self) -> int | None:
@@ -139,13 +141,15 @@ class Space:
         one = f"a checkpoint of {binary(self.checkpoint_bytes)}"
         if self.interval_s is None:
             return f"{one} at the end only; until then all work is at risk (checkpoint.every)"
-        return f"{one} about every {format_duration(self.interval_s)}, which is the work at risk"
+        every, wait = format_duration(self.interval_s), format_duration(self.wait_s)
+        return f"{one} about every {every}, which is the work at risk; the run waits {wait} for each"
 
     def json(self) -> Mapping[str, Any]:
         """Return the figures as plain values."""
         return {
             "checkpoint_bytes": self.checkpoint_bytes,
             "interval_s": self.interval_s,
+            "wait_s": self.wait_s,
             "need_bytes": self.need_bytes,
             "least_bytes": self.least_bytes,
             "have_bytes": self.have_bytes,
@@ -187,12 +191,17 @@ def space_of(
         there = len(find(directory.checkpoints)) if directory.checkpoints.is_dir() else 0
         drives = request.spec.drives
         nbytes = checkpoint_bytes(request.anatomy, request.optimizer)
+        wait_s = nbytes / COMMON_RATE
+        if config.checkpoint.background and request.batch.num_ranks == 1:
+            wait_s = planned_wait(
+                step_s=step_s,
+                nbytes=nbytes,
+                away_bytes=min(nbytes, drive_bytes // 2),  # there are two copies there
+                write_bytes_per_s=COMMON_RATE if drives is None else drives.write_bytes_per_s,
+                read_bytes_per_s=COMMON_RATE if drives is None else drives.read_bytes_per_s,
+            )
         interval_s = planned_interval(
-            config.checkpoint.every,
-            steps_per_epoch or 0,
-            step_s=step_s,
-            nbytes=nbytes,
-            bytes_per_s=None if drives is None else drives.write_bytes_per_s,
+            config.checkpoint.every, steps_per_epoch or num_steps or 1, step_s=step_s, wait_s=wait_s
         )
         saves = _num_saves(config, num_steps, steps_per_epoch, done, step_s, interval_s)
         rows = 0 if num_steps is None else num_steps // config.log.every
@@ -208,6 +217,7 @@ def space_of(
             num_more=int(_keeps_best(config)),
             num_saves=None if saves is None else there + saves,
             interval_s=interval_s,
+            wait_s=wait_s,
         )
 
 

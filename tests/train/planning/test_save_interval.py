@@ -13,6 +13,7 @@ from megatrain.train.planning.save_interval import (
     is_timed,
     least_interval,
     planned_interval,
+    planned_wait,
 )
 
 
@@ -82,11 +83,17 @@ def test_times(every: int | str, seconds: float | None) -> None:
 
 def test_a_plan_foresees_the_time_between_checkpoints() -> None:
     """The 120B figures of the design: a write of 127 s behind a step of 34 s is more than an hour apart."""
-    given: dict[str, Any] = {"step_s": 34.0, "nbytes": int(127e9), "bytes_per_s": 1e9}
-    assert planned_interval("auto", 100, **given) == pytest.approx((93.0 + 3.4) / 0.02)  # 1 h 20 min
-    assert planned_interval("auto", 100, **given | {"nbytes": 1000}) == LEAST_S
-    assert planned_interval("auto", 100, **given | {"nbytes": 1000, "step_s": 900.0}) == 4500.0
-    assert planned_interval("auto", 100, **given | {"bytes_per_s": None}) == pytest.approx(96.4 / 0.02)
+    rates: dict[str, Any] = {"step_s": 34.0, "write_bytes_per_s": 1e9, "read_bytes_per_s": 2e9}
+    wait_s = planned_wait(nbytes=int(127e9), away_bytes=0, **rates)
+    assert wait_s == pytest.approx(93.0 + 3.4)
+    assert planned_wait(nbytes=1000, away_bytes=0, **rates) == pytest.approx(3.4)
+    assert planned_wait(nbytes=int(127e9), away_bytes=int(100e9), **rates) == pytest.approx(100.0 + 3.4)
+    slow = rates | {"read_bytes_per_s": 5e8}
+    assert planned_wait(nbytes=int(127e9), away_bytes=int(100e9), **slow) == pytest.approx(200.0 + 3.4)
+    given: dict[str, Any] = {"step_s": 34.0, "wait_s": wait_s}
+    assert planned_interval("auto", 100, **given) == pytest.approx(96.4 / 0.02)  # 1 h 20 min
+    assert planned_interval("auto", 100, **given | {"wait_s": 3.4}) == LEAST_S
+    assert planned_interval("auto", 100, **given | {"wait_s": 0.0, "step_s": 900.0}) == 900.0
     assert planned_interval("30min", 100, **given) == 1800.0
     assert planned_interval(500, 100, **given) == 17_000.0
     assert planned_interval("epoch/4", 100, **given) == 850.0

@@ -40,6 +40,7 @@ def space(**changes: Any) -> Space:
         "keep_last": 2,
         "num_more": 0,
         "interval_s": 600.0,
+        "wait_s": 1.0,
         "num_saves": None,
     }
     return Space(**values | changes)
