@@ -138,11 +138,10 @@ class Space:
     @property
     def risk(self) -> str:
         """Return how often the run saves, and how much work is at risk meanwhile."""
-        one = f"a checkpoint of {binary(self.checkpoint_bytes)}"
         if self.interval_s is None:
-            return f"{one} at the end only; until then all work is at risk (checkpoint.every)"
+            return "at the end only: until then all work is at risk (checkpoint.every)"
         every, wait = format_duration(self.interval_s), format_duration(self.wait_s)
-        return f"{one} about every {every}, which is the work at risk; the run waits {wait} for each"
+        return f"about every {every}, which is the work at risk; the run waits {wait} for each checkpoint"
 
     def json(self) -> Mapping[str, Any]:
         """Return the figures as plain values."""
