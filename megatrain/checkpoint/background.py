@@ -129,9 +129,19 @@ class ChunkWriter:
                 for block in chunk.blocks:
                     self._by_block.setdefault(block, []).append(chunk)
             self._changed.notify_all()
-        for block in dict.fromkeys(block for chunk in chunks for block in sorted(chunk.blocks)):
-            if block in apart:
-                self.before_change(block)
+        try:
+            for block in dict.fromkeys(block for chunk in chunks for block in sorted(chunk.blocks)):
+                if block in apart:
+                    self.before_change(block)
+        except BaseException as error:  # an interrupt: nobody is going to wait for what is begun
+            self.fail(error)
+            with suppress(BaseException):
+                self.wait()
+            raise
+        if self._error is not None:  # only this thread may give these back
+            for group, each in lent.items():
+                if not group.blocks.isdisjoint(apart):
+                    each.close()
 
     def fail(self, error: BaseException) -> None:
         """Give up what is being written; `wait` raises the error, if none was raised before."""
@@ -144,7 +154,11 @@ class ChunkWriter:
             return
         began = time.monotonic()
         while (chunk := self._take(block)) is not None:
-            buffer = self._free_buffer(chunk)
+            try:
+                buffer = self._free_buffer(chunk)
+            except BaseException:  # an interrupt: somebody else is to copy it
+                self._put_back(chunk)
+                raise
             if buffer is None:
                 break
             self._fill(chunk, buffer, is_urgent=True)
@@ -166,10 +180,11 @@ class ChunkWriter:
             while self._error is not None and any(chunk.is_held for chunk in self._chunks()):
                 self._changed.wait()
             error, targets = self._error, self._targets
-            self._num_open, self._targets = 0, []
+            self._num_open, self._targets, self._error = 0, [], None
         if error is not None:
             for target in targets:
                 target.abandon()
+            targets.clear()  # the error may be kept for long, and what its frames hold with it
             raise error
         return {target.file.name: target.entry() for target in targets}
 
@@ -195,6 +210,13 @@ class ChunkWriter:
                     chunk.is_taken = chunk.is_held = True
                     return chunk
         return None
+
+    def _put_back(self, chunk: _Chunk) -> None:
+        with self._changed:
+            chunk.is_taken = chunk.is_held = False
+            if self._error is None:
+                self._todo.appendleft(chunk)
+            self._changed.notify_all()
 
     def _free_buffer(self, chunk: _Chunk) -> mmap.mmap | None:
         """Wait for a buffer for a chunk; None, and nothing holds the chunk: writing was given up."""
@@ -235,6 +257,8 @@ class ChunkWriter:
             chunk.copy_into(np.frombuffer(buffer, np.uint8))
         except BaseException as error:  # raised by `wait`
             self._fail(error, chunk, buffer)
+            if is_urgent and not isinstance(error, Exception):
+                raise  # it interrupts the caller, and not only what is written
             return False
         with self._changed:
             for block in chunk.blocks:
@@ -291,7 +315,11 @@ class _Target:
         files.make_directories(path.parent)
         with os_errors("write", path):
             self._descriptor: int | None = files.system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            self.is_direct = file.num_bytes >= DIRECT_BYTES and _make_direct(self._descriptor, path)
+            try:
+                self.is_direct = file.num_bytes >= DIRECT_BYTES and _make_direct(self._descriptor, path)
+            except BaseException:
+                self.abandon()
+                raise
 
     def chunks(self, lent: dict[Group, Lent]) -> list[_Chunk]:
         """Cut the file; `lent` has the groups met so far, of all files."""
@@ -324,10 +352,13 @@ class _Target:
             files.system.close(descriptor)
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file as it is, and give back what was lent for it."""
         if self._descriptor is not None:
             with suppress(OSError):
                 files.system.close(self._descriptor)
+            self._descriptor = None
+        for chunk in self.all_chunks:
+            chunk.give_back()
             self._descriptor = None
 
     def entry(self) -> FileEntry:
@@ -361,6 +392,13 @@ class _Chunk:
             lent.done()
         self._lent = []
         buffer[self._num_bytes : _padded(self._num_bytes)] = 0
+
+    def give_back(self) -> None:
+        """Let go of what was lent for it, if it was not copied."""
+        for each in self._lent:
+            with suppress(Exception):  # the save has failed already, and says why
+                each.close()
+        self._lent = []
 
     def write(self, buffer: mmap.mmap) -> None:
         """Sum up and write what a buffer holds."""

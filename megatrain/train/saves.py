@@ -85,13 +85,22 @@ class Saves:
         """
         if self._saver is None:
             return
-        if self._begun is not None:
-            is_interrupt = isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S)
-            if error is not None and (is_interrupt or isinstance(error, HardwareError)):
-                self._saver.writer.fail(error)
-            self._finish()
-        self._saver.close()
-        self._run.engine.arrangement.guard.hold(None)
+        try:
+            if self._begun is not None:
+                is_interrupt = isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S)
+                if error is not None and (is_interrupt or isinstance(error, HardwareError)):
+                    self._saver.writer.fail(error)
+                self._finish()
+        except Exception as failed:
+            if error is None:
+                raise
+            _log.warning("finishing the checkpoint that was being written failed too: %s", failed)
+        except BaseException as interrupt:
+            self._saver.writer.fail(interrupt)
+            raise
+        finally:
+            self._saver.close()
+            self._run.engine.arrangement.guard.hold(None)
 
     def is_due(self) -> bool:
         """Return whether the newest step is to be saved; all ranks call it."""
@@ -120,6 +129,7 @@ class Saves:
             meta=run.meta(),  # waits for updates in the background
             files=self._contents.files,
             write_rest=self._contents.take(),
+            write_first=self._contents.write_tokenizer,
             keep_last=self._keep_last,
             keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
         )
@@ -130,6 +140,8 @@ class Saves:
             self._failed(begun, error)
         else:
             self._begun = replace(begun, stopped_s=time.monotonic() - begun.began_s)
+        finally:
+            self._contents.let_go()
 
     def tell(self) -> None:
         """Tell of a checkpoint that has become whole since, or could not be written."""
@@ -209,16 +221,27 @@ class Saves:
         """Wait for what is being written, and tell of it."""
         if self._saver is None or self._begun is None:
             return
-        begun, self._begun = self._begun, None
+        begun, began_s = self._begun, time.monotonic()
+        path: Path | None = None
+        failed: BaseException | None = None
         try:
             path = self._saver.result()
         except LeftOverError as left:
             path = left.path
             _log.warning("%s", left)
         except (OutputError, HardwareError, KeyboardInterrupt) as error:
-            self._failed(begun, error)
+            if self._saver.is_saving:  # this wait was interrupted, and nothing else
+                raise
+            failed = error
+        finally:
+            if not self._saver.is_saving:
+                self._begun = None
+        if path is None:
+            assert failed is not None
+            self._failed(begun, failed)
             return
-        self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s)
+        late_s = time.monotonic() - began_s  # the disk has not kept up with the run
+        self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s + late_s)
 
     def _done(self, begun: _Begun, path: Path, waited_s: float) -> None:
         run = self._run
