@@ -112,10 +112,26 @@ class ChunkWriter:
         try:
             for file in planned:
                 targets.append(_Target(directory / file.name, file))
-        except BaseException:
+            self._begin(targets, lent, order, apart)
+        except BaseException as error:  # maybe an interrupt: nobody is going to wait for what is begun
+            self.fail(error)
+            with suppress(BaseException):
+                self.wait()
             for target in targets:
                 target.abandon()
             raise
+        if self._error is not None:  # only this thread may give these back
+            for group, each in lent.items():
+                if not group.blocks.isdisjoint(apart):
+                    each.close()
+
+    def _begin(
+        self,
+        targets: list[_Target],
+        lent: dict[Group, Lent],
+        order: Sequence[int],
+        apart: Collection[int],
+    ) -> None:
         chunks = [chunk for target in targets for chunk in target.chunks(lent)]
         when = {block: number for number, block in enumerate(order)}
         last = len(when)
@@ -129,19 +145,9 @@ class ChunkWriter:
                 for block in chunk.blocks:
                     self._by_block.setdefault(block, []).append(chunk)
             self._changed.notify_all()
-        try:
-            for block in dict.fromkeys(block for chunk in chunks for block in sorted(chunk.blocks)):
-                if block in apart:
-                    self.before_change(block)
-        except BaseException as error:  # an interrupt: nobody is going to wait for what is begun
-            self.fail(error)
-            with suppress(BaseException):
-                self.wait()
-            raise
-        if self._error is not None:  # only this thread may give these back
-            for group, each in lent.items():
-                if not group.blocks.isdisjoint(apart):
-                    each.close()
+        for block in dict.fromkeys(block for chunk in chunks for block in sorted(chunk.blocks)):
+            if block in apart:
+                self.before_change(block)
 
     def fail(self, error: BaseException) -> None:
         """Give up what is being written; `wait` raises the error, if none was raised before."""
@@ -152,6 +158,13 @@ class ChunkWriter:
         """Return once nothing of a block is needed any more; in any thread."""
         if block not in self._by_block:  # what is true for nearly every call
             return
+        try:
+            self._wait_for_change(block)
+        except BaseException as error:
+            self._let_go(error)
+            raise
+
+    def _wait_for_change(self, block: int) -> None:
         began = time.monotonic()
         while (chunk := self._take(block)) is not None:
             try:
@@ -177,7 +190,7 @@ class ChunkWriter:
             while self._num_open and self._error is None:
                 self._changed.wait()
             # those that are in the middle of a write come to an end, before files are closed or removed
-            while self._error is not None and any(chunk.is_held for chunk in self._chunks()):
+            while self._error is not None and any(chunk.holder for chunk in self._chunks()):
                 self._changed.wait()
             error, targets = self._error, self._targets
             self._num_open, self._targets, self._error = 0, [], None
@@ -207,13 +220,24 @@ class ChunkWriter:
         with self._changed:
             for chunk in self._by_block.get(block, ()):
                 if not chunk.is_taken and self._error is None:
-                    chunk.is_taken = chunk.is_held = True
+                    chunk.is_taken, chunk.holder = True, threading.get_ident()
                     return chunk
         return None
 
+    def _let_go(self, error: BaseException) -> None:
+        """Give up what is written if this thread was interrupted with a chunk that nobody else has now."""
+        own = threading.get_ident()
+        with self._changed:
+            held = [chunk for chunk in self._chunks() if chunk.holder == own]
+            if held:
+                self._give_up(error)
+            for chunk in held:
+                chunk.holder = None
+            self._changed.notify_all()
+
     def _put_back(self, chunk: _Chunk) -> None:
         with self._changed:
-            chunk.is_taken = chunk.is_held = False
+            chunk.is_taken, chunk.holder = False, None
             if self._error is None:
                 self._todo.appendleft(chunk)
             self._changed.notify_all()
@@ -225,7 +249,7 @@ class ChunkWriter:
                 self._changed.wait()
             if self._error is None:
                 return self._free.popleft()
-            chunk.is_held = False
+            chunk.holder = None
             self._changed.notify_all()
             return None
 
@@ -234,11 +258,13 @@ class ChunkWriter:
         with self._changed:
             while True:
                 if self._filled:
-                    return *self._filled.popleft(), True
+                    filled, buffer = self._filled.popleft()
+                    filled.holder = threading.get_ident()
+                    return filled, buffer, True
                 while self._free and self._todo and self._error is None:
                     chunk = self._todo.popleft()
                     if not chunk.is_taken:
-                        chunk.is_taken = chunk.is_held = True
+                        chunk.is_taken, chunk.holder = True, threading.get_ident()
                         return chunk, self._free.popleft(), False
                 if self._is_closed:
                     return None
@@ -265,7 +291,8 @@ class ChunkWriter:
                 left = self._by_block.get(block)
                 if left is None:
                     continue
-                left.remove(chunk)
+                if chunk in left:  # or it was given up meanwhile
+                    left.remove(chunk)
                 if not left:
                     del self._by_block[block]
             if is_urgent:
@@ -281,21 +308,21 @@ class ChunkWriter:
             self._fail(error, chunk, buffer)
             return
         with self._changed:
-            chunk.is_held = False
+            chunk.holder = None
             self._free.append(buffer)
             self._num_open -= 1
             self._changed.notify_all()
 
     def _fail(self, error: BaseException, chunk: _Chunk, buffer: mmap.mmap) -> None:
         with self._changed:
-            chunk.is_held = False
+            chunk.holder = None
             self._free.append(buffer)
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
         self._error = self._error or error
         for chunk, buffer in self._filled:
-            chunk.is_held = False
+            chunk.holder = None
             self._free.append(buffer)
         self._filled.clear()
         self._todo.clear()
@@ -378,8 +405,8 @@ class _Chunk:
         self.blocks = frozenset().union(*(part.place.group.blocks for part in self._parts))
         self.is_taken = False
         """A thread copies it, or has copied it."""
-        self.is_held = False
-        """A thread copies or writes it at this moment, or it waits to be written."""
+        self.holder: int | None = None
+        """The thread that copies or writes it at this moment, or has copied it for another one to write."""
         start = number * CHUNK_BYTES
         self._num_bytes = min(CHUNK_BYTES, target.file.num_bytes - start)
         self._header = target.file.header[start : start + CHUNK_BYTES]

@@ -66,8 +66,9 @@ class Saver:
             with os_errors("write the checkpoint", temporary):
                 wanted.write_first(temporary)
             self.writer.begin(temporary, wanted.files, order, apart)
-        saved = self._saved = Future()
+        saved: Future[Path] = Future()
         self._jobs.put(partial(self._finish, temporary, wanted, saved))
+        self._saved = saved  # after it is to be done: an interrupt between the two leaves nobody waiting
 
     @property
     def is_saving(self) -> bool:

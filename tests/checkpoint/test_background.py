@@ -304,6 +304,30 @@ def test_an_interrupt_of_a_wait_loses_nothing_of_the_checkpoint(
         assert contents(own.result()) == contents(plain)
 
 
+def test_an_interrupt_between_two_lines_leaves_no_chunk_that_nobody_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk that the interrupted thread had taken, and its buffer, are gone: so is the checkpoint."""
+    state, held, fill_of = State(), threading.Event(), ChunkWriter._fill
+
+    def fill(writer: ChunkWriter, *given: Any, is_urgent: bool = False) -> bool:
+        if is_urgent:
+            raise KeyboardInterrupt
+        assert held.wait(20)
+        return fill_of(writer, *given)
+
+    monkeypatch.setattr(ChunkWriter, "_fill", fill)
+    with saver(tmp_path / "own", state, 1 << 30) as own:
+        own.begin(wanted(state), ())
+        with pytest.raises(KeyboardInterrupt):
+            own.writer.before_change(3)
+        held.set()
+        assert own.ends_within(20)
+        with pytest.raises(KeyboardInterrupt):
+            own.result()
+    assert list((tmp_path / "own").iterdir()) == []
+
+
 def test_an_interrupt_of_a_copy_ends_the_checkpoint_and_the_caller(tmp_path: Path) -> None:
     """What the caller reads takes long where it is on drives, and so long a Ctrl-C must not be lost."""
     state = State()

@@ -7,10 +7,12 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatrain import files
@@ -363,3 +365,52 @@ def test_the_tokenizer_is_written_by_the_thread_that_uses_it(
     train(config)
     assert threads
     assert set(threads) == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "resident", "alone"])
+def test_what_happens_between_steps_changes_no_byte_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The engine goes on in another way, and a caller writes to parameters, as `engine.sync` allows."""
+    step_of = loop.train_step
+
+    def stepped(run: Any) -> Any:
+        row = step_of(run)
+        choice = run.engine.choice
+        layers = choice.resident_layers if kind == "alone" else run.step % 3
+        run.engine.reconfigure(
+            replace(choice, num_slots=2 + run.step % 2, resident_layers=0 if kind == "bf16" else layers)
+        )
+        run.engine.sync()
+        with torch.no_grad():
+            for parameter in run.engine.model.parameters():
+                parameter.mul_(0.75)
+        run.engine.weights_changed()
+        return row
+
+    monkeypatch.setattr(loop, "train_step", stepped)
+    plain = run_of(tmp_path, "plain", kind, background=False)
+    monkeypatch.setattr(files, "system", Slow())
+    assert contents(run_of(tmp_path, "own", kind)) == contents(plain)
+
+
+def test_a_step_that_fails_while_a_checkpoint_is_written_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 2 is finished, and then step 3, the last whole one, is saved."""
+    disk, step_of = Held(), loop.train_step
+    whole = contents(run_of(tmp_path, "whole", "bf16", every=1))
+
+    def stepped(run: Any) -> Any:
+        if run.step == 3:
+            threading.Timer(0.3, disk.is_free.set).start()
+            raise ZeroDivisionError("the step")
+        return step_of(run)
+
+    monkeypatch.setattr(files, "system", disk)
+    monkeypatch.setattr(loop, "train_step", stepped)
+    with pytest.raises(ZeroDivisionError):
+        run_of(tmp_path, "own", "bf16", buffer=2**26)
+    found = contents(tmp_path / "own/run")
+    assert {Path(name).parts[1] for name in found} == {"step-00000002", "step-00000003"}
+    assert found == {name: whole[name] for name in found}
