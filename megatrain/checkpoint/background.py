@@ -112,10 +112,26 @@ class ChunkWriter:
         try:
             for file in planned:
                 targets.append(_Target(directory / file.name, file))
-        except BaseException:
+            self._begin(targets, lent, order, apart)
+        except BaseException as error:  # maybe an interrupt: nobody is going to wait for what is begun
+            self.fail(error)
+            with suppress(BaseException):
+                self.wait()
             for target in targets:
                 target.abandon()
             raise
+        if self._error is not None:  # only this thread may give these back
+            for group, each in lent.items():
+                if not group.blocks.isdisjoint(apart):
+                    each.close()
+
+    def _begin(
+        self,
+        targets: list[_Target],
+        lent: dict[Group, Lent],
+        order: Sequence[int],
+        apart: Collection[int],
+    ) -> None:
         chunks = [chunk for target in targets for chunk in target.chunks(lent)]
         when = {block: number for number, block in enumerate(order)}
         last = len(when)
@@ -142,9 +158,20 @@ class ChunkWriter:
         """Return once nothing of a block is needed any more; in any thread."""
         if block not in self._by_block:  # what is true for nearly every call
             return
+        try:
+            self._wait_for_change(block)
+        except BaseException as error:
+            self._let_go(error)
+            raise
+
+    def _wait_for_change(self, block: int) -> None:
         began = time.monotonic()
         while (chunk := self._take(block)) is not None:
-            buffer = self._free_buffer(chunk)
+            try:
+                buffer = self._free_buffer(chunk)
+            except BaseException:  # an interrupt: somebody else is to copy it
+                self._put_back(chunk)
+                raise
             if buffer is None:
                 break
             self._fill(chunk, buffer, is_urgent=True)
@@ -163,13 +190,14 @@ class ChunkWriter:
             while self._num_open and self._error is None:
                 self._changed.wait()
             # those that are in the middle of a write come to an end, before files are closed or removed
-            while self._error is not None and any(chunk.is_held for chunk in self._chunks()):
+            while self._error is not None and any(chunk.holder for chunk in self._chunks()):
                 self._changed.wait()
             error, targets = self._error, self._targets
-            self._num_open, self._targets = 0, []
+            self._num_open, self._targets, self._error = 0, [], None
         if error is not None:
             for target in targets:
                 target.abandon()
+            targets.clear()  # the error may be kept for long, and what its frames hold with it
             raise error
         return {target.file.name: target.entry() for target in targets}
 
@@ -192,9 +220,27 @@ class ChunkWriter:
         with self._changed:
             for chunk in self._by_block.get(block, ()):
                 if not chunk.is_taken and self._error is None:
-                    chunk.is_taken = chunk.is_held = True
+                    chunk.is_taken, chunk.holder = True, threading.get_ident()
                     return chunk
         return None
+
+    def _let_go(self, error: BaseException) -> None:
+        """Give up what is written if this thread was interrupted with a chunk that nobody else has now."""
+        own = threading.get_ident()
+        with self._changed:
+            held = [chunk for chunk in self._chunks() if chunk.holder == own]
+            if held:
+                self._give_up(error)
+            for chunk in held:
+                chunk.holder = None
+            self._changed.notify_all()
+
+    def _put_back(self, chunk: _Chunk) -> None:
+        with self._changed:
+            chunk.is_taken, chunk.holder = False, None
+            if self._error is None:
+                self._todo.appendleft(chunk)
+            self._changed.notify_all()
 
     def _free_buffer(self, chunk: _Chunk) -> mmap.mmap | None:
         """Wait for a buffer for a chunk; None, and nothing holds the chunk: writing was given up."""
@@ -203,7 +249,7 @@ class ChunkWriter:
                 self._changed.wait()
             if self._error is None:
                 return self._free.popleft()
-            chunk.is_held = False
+            chunk.holder = None
             self._changed.notify_all()
             return None
 
@@ -212,11 +258,13 @@ class ChunkWriter:
         with self._changed:
             while True:
                 if self._filled:
-                    return *self._filled.popleft(), True
+                    filled, buffer = self._filled.popleft()
+                    filled.holder = threading.get_ident()
+                    return filled, buffer, True
                 while self._free and self._todo and self._error is None:
                     chunk = self._todo.popleft()
                     if not chunk.is_taken:
-                        chunk.is_taken = chunk.is_held = True
+                        chunk.is_taken, chunk.holder = True, threading.get_ident()
                         return chunk, self._free.popleft(), False
                 if self._is_closed:
                     return None
@@ -235,13 +283,16 @@ class ChunkWriter:
             chunk.copy_into(np.frombuffer(buffer, np.uint8))
         except BaseException as error:  # raised by `wait`
             self._fail(error, chunk, buffer)
+            if is_urgent and not isinstance(error, Exception):
+                raise  # it interrupts the caller, and not only what is written
             return False
         with self._changed:
             for block in chunk.blocks:
                 left = self._by_block.get(block)
                 if left is None:
                     continue
-                left.remove(chunk)
+                if chunk in left:  # or it was given up meanwhile
+                    left.remove(chunk)
                 if not left:
                     del self._by_block[block]
             if is_urgent:
@@ -257,21 +308,21 @@ class ChunkWriter:
             self._fail(error, chunk, buffer)
             return
         with self._changed:
-            chunk.is_held = False
+            chunk.holder = None
             self._free.append(buffer)
             self._num_open -= 1
             self._changed.notify_all()
 
     def _fail(self, error: BaseException, chunk: _Chunk, buffer: mmap.mmap) -> None:
         with self._changed:
-            chunk.is_held = False
+            chunk.holder = None
             self._free.append(buffer)
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
         self._error = self._error or error
         for chunk, buffer in self._filled:
-            chunk.is_held = False
+            chunk.holder = None
             self._free.append(buffer)
         self._filled.clear()
         self._todo.clear()
@@ -291,7 +342,11 @@ class _Target:
         files.make_directories(path.parent)
         with os_errors("write", path):
             self._descriptor: int | None = files.system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            self.is_direct = file.num_bytes >= DIRECT_BYTES and _make_direct(self._descriptor, path)
+            try:
+                self.is_direct = file.num_bytes >= DIRECT_BYTES and _make_direct(self._descriptor, path)
+            except BaseException:
+                self.abandon()
+                raise
 
     def chunks(self, lent: dict[Group, Lent]) -> list[_Chunk]:
         """Cut the file; `lent` has the groups met so far, of all files."""
@@ -324,10 +379,13 @@ class _Target:
             files.system.close(descriptor)
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file as it is, and give back what was lent for it."""
         if self._descriptor is not None:
             with suppress(OSError):
                 files.system.close(self._descriptor)
+            self._descriptor = None
+        for chunk in self.all_chunks:
+            chunk.give_back()
             self._descriptor = None
 
     def entry(self) -> FileEntry:
@@ -347,8 +405,8 @@ class _Chunk:
         self.blocks = frozenset().union(*(part.place.group.blocks for part in self._parts))
         self.is_taken = False
         """A thread copies it, or has copied it."""
-        self.is_held = False
-        """A thread copies or writes it at this moment, or it waits to be written."""
+        self.holder: int | None = None
+        """The thread that copies or writes it at this moment, or has copied it for another one to write."""
         start = number * CHUNK_BYTES
         self._num_bytes = min(CHUNK_BYTES, target.file.num_bytes - start)
         self._header = target.file.header[start : start + CHUNK_BYTES]
@@ -361,6 +419,13 @@ class _Chunk:
             lent.done()
         self._lent = []
         buffer[self._num_bytes : _padded(self._num_bytes)] = 0
+
+    def give_back(self) -> None:
+        """Let go of what was lent for it, if it was not copied."""
+        for each in self._lent:
+            with suppress(Exception):  # the save has failed already, and says why
+                each.close()
+        self._lent = []
 
     def write(self, buffer: mmap.mmap) -> None:
         """Sum up and write what a buffer holds."""

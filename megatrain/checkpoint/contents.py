@@ -86,7 +86,7 @@ class Lent:
         self._num_left = 0
         self._lock = threading.Lock()
         self._context: AbstractContextManager[Mapping[str, Tensor]] | None = None
-        self._tensors: Mapping[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def add(self) -> None:
         """Count a part that will be asked for."""
@@ -96,22 +96,29 @@ class Lent:
         """View a part as bytes; the caller copies them, and then calls `done`."""
         import torch
 
+        key = part.place.key
         with self._lock:
             if self._context is None:
-                self._context = self._group.read()
-                self._tensors = self._context.__enter__()
-            tensor = self._tensors[part.place.key].detach()
+                context = self._group.read()
+                self._tensors, self._context = dict(context.__enter__()), context
+            # what has to be copied to lie in one piece is copied once, and not for each of its parts
+            tensor = self._tensors[key] = self._tensors[key].detach().cpu().contiguous()
         assert tensor.nbytes == part.place.num_bytes, (
-            f"{part.place.key} has {tensor.nbytes} bytes, announced as {part.place.num_bytes}"
+            f"{key} has {tensor.nbytes} bytes, announced as {part.place.num_bytes}"
         )
-        flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return flat[part.start : part.stop]
+        return tensor.reshape(-1).view(torch.uint8).numpy()[part.start : part.stop]
 
     def done(self) -> None:
         """Count a part as copied; the last one gives the tensors back."""
         with self._lock:
             self._num_left -= 1
-            if self._num_left or self._context is None:
+            if self._num_left:
                 return
+        self.close()
+
+    def close(self) -> None:
+        """Give the tensors back, whoever may still want them; nobody copies them."""
+        with self._lock:
             context, self._context, self._tensors = self._context, None, {}
-        context.__exit__(None, None, None)
+        if context is not None:
+            context.__exit__(None, None, None)

@@ -28,6 +28,8 @@ class Wanted:
     """The large files, whose tensors the blocks' state is."""
     write_rest: Callable[[Path], None]
     """Puts the other files, of values that do not change, into the directory that it is given."""
+    write_first: Callable[[Path], None] = lambda directory: None
+    """Puts there what may change soon, in the thread that begins the save."""
     meta: Mapping[str, Any]
     """Plain JSON values with string keys for the manifest."""
     keep_last: int
@@ -61,9 +63,12 @@ class Saver:
         assert self._saved is None, "the last checkpoint was not asked for"
         temporary = begin(self._root, wanted.step)
         with removed_on_error(temporary):
+            with os_errors("write the checkpoint", temporary):
+                wanted.write_first(temporary)
             self.writer.begin(temporary, wanted.files, order, apart)
-        saved = self._saved = Future()
+        saved: Future[Path] = Future()
         self._jobs.put(partial(self._finish, temporary, wanted, saved))
+        self._saved = saved  # after it is to be done: an interrupt between the two leaves nobody waiting
 
     @property
     def is_saving(self) -> bool:
@@ -85,8 +90,10 @@ class Saver:
 
         Raises:
             OutputError: It could not be written; see `save`.
+            KeyboardInterrupt: The wait is interrupted, and `is_saving` still; or `writer.fail` was given it.
         """
         assert self._saved is not None
+        futures.wait([self._saved])  # where this is interrupted, it is still being saved
         saved, self._saved = self._saved, None
         return saved.result()
 

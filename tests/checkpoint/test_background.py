@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from torch import Tensor
 from megatrain import files
 from megatrain.checkpoint import background, format, load
 from megatrain.checkpoint.background import ChunkWriter
-from megatrain.checkpoint.contents import Group, LargeFile
+from megatrain.checkpoint.contents import Group, LargeFile, Lent
 from megatrain.checkpoint.save import save
 from megatrain.checkpoint.saver import Saver, Wanted
 from megatrain.checkpoint.tensor_files import TensorSource, planned_file, write_safetensors
@@ -272,6 +275,122 @@ def test_short_writes_and_refused_direct_writes_end_in_the_same_bytes(
     with saver(tmp_path / "own", state, 3 * CHUNK) as own:
         own.begin(wanted(state), ())
         assert contents(own.result()) == contents(plain)
+
+
+def interrupted_soon() -> threading.Timer:
+    """Send this process a Ctrl-C, in a moment at which it waits."""
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("waits", ["before_change", "result"])
+def test_an_interrupt_of_a_wait_loses_nothing_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    state, held = State(), threading.Event()
+    plain = save(tmp_path / "plain", step=1, write=state.write, meta={"a": 1}, keep_last=2)
+    slow(monkeypatch, held)
+    with saver(tmp_path / "own", state, 1) as own:
+        own.begin(wanted(state), ())
+        timer = interrupted_soon()
+        with pytest.raises(KeyboardInterrupt):
+            own.result() if waits == "result" else own.writer.before_change(3)
+        timer.join()
+        assert own.is_saving
+        assert not own.is_done
+        held.set()
+        assert own.ends_within(20)
+        assert contents(own.result()) == contents(plain)
+
+
+def test_an_interrupt_between_two_lines_leaves_no_chunk_that_nobody_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk that the interrupted thread had taken, and its buffer, are gone: so is the checkpoint."""
+    state, held, fill_of = State(), threading.Event(), ChunkWriter._fill
+
+    def fill(writer: ChunkWriter, *given: Any, is_urgent: bool = False) -> bool:
+        if is_urgent:
+            raise KeyboardInterrupt
+        assert held.wait(20)
+        return fill_of(writer, *given)
+
+    monkeypatch.setattr(ChunkWriter, "_fill", fill)
+    with saver(tmp_path / "own", state, 1 << 30) as own:
+        own.begin(wanted(state), ())
+        with pytest.raises(KeyboardInterrupt):
+            own.writer.before_change(3)
+        held.set()
+        assert own.ends_within(20)
+        with pytest.raises(KeyboardInterrupt):
+            own.result()
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_an_interrupt_of_a_copy_ends_the_checkpoint_and_the_caller(tmp_path: Path) -> None:
+    """What the caller reads takes long where it is on drives, and so long a Ctrl-C must not be lost."""
+    state = State()
+    planned = state.planned()
+
+    def interrupt() -> Any:
+        raise KeyboardInterrupt
+
+    planned[1].places[0].group.__dict__["read"] = interrupt
+    with saver(tmp_path / "own", state, 1 << 20) as own:
+        begun = Wanted(step=1, files=planned, write_rest=_rest, meta={"a": 1}, keep_last=2)
+        with pytest.raises(KeyboardInterrupt):
+            own.begin(begun, (), apart={0})
+        assert not own.is_saving
+        assert list((tmp_path / "own").iterdir()) == []
+        own.begin(wanted(state, step=2), ())
+        assert load.verify(own.result()).step == 2
+
+
+def test_what_a_failed_save_was_lent_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, though its error, and the frames that raised it, are still known."""
+    state, calls = State(), iter(range(1000))
+
+    class Full(files.FileCalls):
+        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+            if next(calls) >= 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write_at(descriptor, data, offset)
+
+    monkeypatch.setattr(files, "system", Full())
+    with saver(tmp_path / "own", state, 1) as own:
+        own.begin(wanted(state), (), apart={0})
+        with pytest.raises(OutputError) as failed:
+            own.result()
+        assert state.lent == 0
+        assert "No space" in str(failed.value)
+
+
+def test_every_reader_of_a_group_is_told_why_it_cannot_be_read() -> None:
+    (place,) = State().planned()[1].places
+    place.group.__dict__["read"] = _refusing
+    lent, (part,) = Lent(place.group), LargeFile("a", b"", [replace(place, begin=0)]).parts(0, 100)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            lent.bytes_of(part)
+
+
+@contextmanager
+def _refusing() -> Iterator[Mapping[str, Tensor]]:
+    yield {"m": torch.ones(1 // 0)}
+
+
+def test_what_does_not_lie_in_one_piece_is_copied_once() -> None:
+    """And not for each chunk: a fused weight has hundreds of these."""
+    value = torch.arange(12, dtype=torch.int32).view(3, 4).T
+    group = Group(blocks=frozenset(), read=lambda: nullcontext({"m": value}))
+    specs = {"m": (value.dtype, tuple(value.shape))}
+    file = planned_file("a", specs, {"m": group})
+    (part,) = file.parts(0, file.num_bytes)
+    lent = Lent(group)
+    first, second = lent.bytes_of(part), lent.bytes_of(part)
+    assert np.shares_memory(first, second)
+    assert first.tobytes() == value.contiguous().numpy().tobytes()
 
 
 def test_the_least_buffer_is_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

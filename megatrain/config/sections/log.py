@@ -28,7 +28,7 @@ Event = Literal[
 """The events of a run.
 
 start: a new run. resume: goes on from `step`. checkpoint: `step` is saved, which took `seconds`, of which
-updates waited `waited_s`. unsaved: `step` could not be saved, with the reason; the run goes on. skipped: an
+the run waited `waited_s`. unsaved: `step` could not be saved, with the reason; the run goes on. skipped: an
 update was left out, with the reason. spike: the `loss` jumped, `above` what. evaluation: on held-out data,
 with `loss`, `perplexity` and the `name` of the set. best: the best evaluation so far. replan: a new plan,
 with its reason. sample: a `prompt` and the `text` after it. ranks: several have not ended as they should,

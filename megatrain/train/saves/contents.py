@@ -94,11 +94,22 @@ class Contents:
             small = {name: text.encode() for name, text in texts.items()} | dict(self._processor)
         return partial(self._write_small, small)
 
+    def let_go(self) -> None:
+        """Let go of what was read of the blocks that are `away`, which have all been copied."""
+        self._reader = WeightReader(self._engine.host)
+
+    def write_tokenizer(self, out: Path) -> None:
+        """Write the tokenizer as it is now: evaluations and callbacks change it.
+
+        Raises:
+            OutputError: The directory cannot be written.
+        """
+        with os_errors("write the tokenizer to", out):
+            self._tokenizer.save_pretrained(out)
+
     def _write_small(self, small: Mapping[str, bytes], out: Path) -> None:
         for name, content in small.items():
             write_bytes_durably(out / name, content)
-        with os_errors("write the tokenizer to", out):
-            self._tokenizer.save_pretrained(out)
 
     # -- files ----------------------------------------------------------------------------------------------
 

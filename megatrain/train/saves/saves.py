@@ -89,14 +89,23 @@ class Saves:
         """
         if self._saver is None:
             return
-        if self._begun is not None:
-            is_interrupt = isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S)
-            is_changed = isinstance(self._run.engine.arrangement.integrity.cause, HardwareError)
-            if error is not None and (is_interrupt or is_changed):
-                self._saver.writer.fail(_GivenUpError())
-            self._finish()
-        self._saver.close()
-        self._run.engine.arrangement.guard.hold(None)
+        try:
+            if self._begun is not None:
+                is_interrupt = isinstance(error, KeyboardInterrupt) and not self._saver.ends_within(GRACE_S)
+                is_changed = isinstance(self._run.engine.arrangement.integrity.cause, HardwareError)
+                if error is not None and (is_interrupt or is_changed):
+                    self._saver.writer.fail(_GivenUpError())
+                self._finish()
+        except Exception as failed:
+            if error is None:
+                raise
+            _log.warning("finishing the checkpoint that was being written failed too: %s", failed)
+        except BaseException as interrupt:
+            self._saver.writer.fail(interrupt)
+            raise
+        finally:
+            self._saver.close()
+            self._run.engine.arrangement.guard.hold(None)
 
     def is_due(self) -> bool:
         """Return whether the newest step is to be saved; all ranks call it."""
@@ -125,6 +134,7 @@ class Saves:
             meta=run.meta(),  # waits for updates in the background
             files=self._contents.files,
             write_rest=self._contents.take(),
+            write_first=self._contents.write_tokenizer,
             keep_last=self._keep_last,
             keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
         )
@@ -135,6 +145,8 @@ class Saves:
             self._failed(begun, error)
         else:
             self._begun = replace(begun, stopped_s=time.monotonic() - begun.began_s)
+        finally:
+            self._contents.let_go()
 
     def tell(self) -> None:
         """Tell of a checkpoint that has become whole since, or could not be written."""
@@ -214,16 +226,25 @@ class Saves:
         """Wait for what is being written, and tell of it."""
         if self._saver is None or self._begun is None:
             return
-        begun, self._begun = self._begun, None
+        begun, began_s = self._begun, time.monotonic()
+        path: Path | None = None
+        failed: BaseException | None = None
         try:
             path = self._saver.result()
         except LeftOverError as left:
             path = left.path
             _log.warning("%s", left)
         except (MegatrainError, _GivenUpError) as error:
-            self._failed(begun, error)
+            failed = error
+        finally:
+            if not self._saver.is_saving:
+                self._begun = None
+        if path is None:
+            assert failed is not None
+            self._failed(begun, failed)
             return
-        self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s)
+        late_s = time.monotonic() - began_s  # the disk has not kept up with the run
+        self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s + late_s)
 
     def _done(self, begun: _Begun, path: Path, waited_s: float) -> None:
         run = self._run

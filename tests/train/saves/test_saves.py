@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from megatrain import files
 from megatrain.checkpoint import background, format
@@ -19,8 +23,10 @@ from megatrain.errors import OutputError
 from megatrain.stream.execute.guard import StateGuard
 from megatrain.train import loop
 from megatrain.train.loop import train
+from megatrain.train.planning.save_interval import SaveInterval
 from megatrain.train.records.json_lines import read_rows
-from tests.train.project import make_config
+from tests.train.project import make_config, write_corpus, write_model_with_experts
+from tests.train.test_adapters import config_of, write_base
 
 EVERY = {"every": 2, "keep_last": None}
 
@@ -62,11 +68,30 @@ def settings(name: str, tmp_path: Path) -> dict[str, Any]:
         "emulated": {"train": emulated},
         "resident": {"train": emulated, "memory": {"resident_blocks": 1}},
         "drives": {"train": emulated, "memory": drives},
+        "alone": {"train": emulated, "memory": {"resident_blocks": 2, "mirror_resident": False}},
+        "fragments": {"train": emulated, "memory": {"fragments": True}},
+        "evaluated": {"train": emulated, "eval": {"every": 1, "prompts": ["one small"], "max_new_tokens": 2}},
+        "serial": {"train": emulated, "optim": {"updates": "serial"}},
+        "chunks": {"train": emulated, "memory": {"expert_chunks": 2}},
     }
     return kinds[name]
 
 
-KINDS = ("bf16", "fp32", "only", "immediate", "int8", "emulated", "resident", "drives")
+KINDS = (
+    "bf16",
+    "fp32",
+    "only",
+    "immediate",
+    "int8",
+    "emulated",
+    "resident",
+    "drives",
+    "alone",
+    "fragments",
+    "evaluated",
+    "serial",
+    "chunks",
+)
 
 
 def run_of(tmp_path: Path, name: str, kind: str, **checkpoint: Any) -> Path:
@@ -74,10 +99,14 @@ def run_of(tmp_path: Path, name: str, kind: str, **checkpoint: Any) -> Path:
     given = settings(kind, tmp_path / name)
     given["train"] = {"steps": 6, **given.get("train", {})}
     (tmp_path / name).mkdir(exist_ok=True)
+    if kind == "chunks" and not (tmp_path / "model").exists():
+        write_model_with_experts(tmp_path / "model")
+        write_corpus(tmp_path / "corpus.txt")
     train(make_config(tmp_path, f"{name}/run", checkpoint={**EVERY, **checkpoint}, **given))
     return tmp_path / name / "run"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_are_those_of_blocking_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -92,6 +121,17 @@ def test_checkpoints_are_those_of_blocking_saves(
         mine, theirs = (verify(each).meta for each in (one, other))
         differs = {key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)}
         assert differs <= {"config", "drive_written_bytes"}
+
+
+def test_adapters_are_those_of_blocking_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_base(tmp_path)
+    given: dict[str, Any] = {"train": {"steps": 4}, "optim": {"warmup_steps": 0}}
+    train(config_of(root, "plain", checkpoint={**EVERY, "background": False}, **given))
+    monkeypatch.setattr(files, "system", Slow())
+    train(config_of(root, "own", checkpoint=EVERY, **given))
+    found = contents(tmp_path / "own")
+    assert any("adapter_model.safetensors" in name for name in found)
+    assert found == contents(tmp_path / "plain")
 
 
 def test_without_the_guard_the_checkpoint_would_be_torn(
@@ -232,3 +272,158 @@ def test_an_interrupt_gives_up_what_takes_longer(tmp_path: Path, monkeypatch: py
     whole = run_of(tmp_path, "whole", "bf16")
     train(make_config(tmp_path, checkpoint=EVERY, train={"steps": 6, "precision": "bf16"}))
     assert contents(tmp_path / "run") == contents(whole)
+
+
+class Held(files.FileCalls):
+    """A disk on which no write of a large file ends before it is let go of."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.is_free = threading.Event(), threading.Event()
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self.has_begun.set()
+        assert self.is_free.wait(20)
+        return super().write_at(descriptor, data, offset)
+
+
+def threads_that_save() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("megatrain-save")]
+
+
+def test_a_second_ctrl_c_while_the_last_save_is_waited_for_ends_the_run_and_keeps_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Held()
+
+    def interrupt() -> None:
+        assert disk.has_begun.wait(20)
+        for _ in range(2):
+            time.sleep(0.4)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        disk.is_free.set()
+
+    config = make_config(tmp_path, checkpoint={"every": 4, "buffer": 2**26}, train={"steps": 4})
+    monkeypatch.setattr(files, "system", disk)
+    impatient = threading.Thread(target=interrupt)
+    impatient.start()
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    impatient.join()
+    (path,) = find(tmp_path / "run/checkpoints")
+    assert verify(path).step == 4
+    assert threads_that_save() == []
+
+
+def test_a_save_that_fails_does_not_hide_what_has_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither is anything left of the save: no thread, and nothing that changes wait for."""
+    held, step_of, result_of = [], loop.train_step, Saver.result
+
+    def stepped(run: Any) -> Any:
+        if run.step == 2:
+            held.append(run.engine.arrangement.guard)
+            raise ZeroDivisionError("the step")
+        return step_of(run)
+
+    def refuse(saver: Saver) -> Path:
+        result_of(saver)
+        raise RuntimeError("the save")
+
+    monkeypatch.setattr(loop, "train_step", stepped)
+    monkeypatch.setattr(Saver, "result", refuse)
+    with pytest.raises(ZeroDivisionError, match="the step"):
+        train(make_config(tmp_path, checkpoint=EVERY, train={"steps": 6}))
+    assert "failed too: the save" in caplog.text
+    assert threads_that_save() == []
+    assert held[0]._wait is None
+
+
+def test_a_run_that_waits_for_its_last_save_knows_what_that_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `checkpoint.every=auto` would let a slow disk stop the run for as long as it liked."""
+    disk, costs = Held(), []
+    monkeypatch.setattr(SaveInterval, "took", lambda self, cost_s: costs.append(cost_s))
+    monkeypatch.setattr(files, "system", disk)
+    step_of = loop.train_step
+
+    def stepped(run: Any) -> Any:
+        row = step_of(run)
+        if run.step == 4:
+            threading.Timer(0.5, disk.is_free.set).start()
+        return row
+
+    monkeypatch.setattr(loop, "train_step", stepped)
+    train(make_config(tmp_path, checkpoint={**EVERY, "buffer": 2**26}, train={"steps": 4}))
+    assert len(costs) == 2
+    assert costs[0] > 0.4
+    rows = [row for row in read_rows(tmp_path / "run/events.jsonl") if row["event"] == "checkpoint"]
+    assert [row["waited_s"] for row in rows] == [round(cost, 3) for cost in costs]
+
+
+def test_the_tokenizer_is_written_by_the_thread_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation changes how it cuts and pads, and what it says of itself is in the checkpoint."""
+    threads, save_of = [], PreTrainedTokenizerBase.save_pretrained
+
+    def save(self: Any, *given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return save_of(self, *given, **named)
+
+    config = make_config(tmp_path, checkpoint=EVERY, train={"steps": 4})
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    train(config)
+    assert threads
+    assert set(threads) == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "resident", "alone"])
+def test_what_happens_between_steps_changes_no_byte_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The engine goes on in another way, and a caller writes to parameters, as `engine.sync` allows."""
+    step_of = loop.train_step
+
+    def stepped(run: Any) -> Any:
+        row = step_of(run)
+        choice = run.engine.choice
+        layers = choice.resident_layers if kind == "alone" else run.step % 3
+        run.engine.reconfigure(
+            replace(choice, num_slots=2 + run.step % 2, resident_layers=0 if kind == "bf16" else layers)
+        )
+        run.engine.sync()
+        with torch.no_grad():
+            for parameter in run.engine.model.parameters():
+                parameter.mul_(0.75)
+        run.engine.weights_changed()
+        return row
+
+    monkeypatch.setattr(loop, "train_step", stepped)
+    plain = run_of(tmp_path, "plain", kind, background=False)
+    monkeypatch.setattr(files, "system", Slow())
+    assert contents(run_of(tmp_path, "own", kind)) == contents(plain)
+
+
+def test_a_step_that_fails_while_a_checkpoint_is_written_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 2 is finished, and then step 3, the last whole one, is saved."""
+    disk, step_of = Held(), loop.train_step
+    whole = contents(run_of(tmp_path, "whole", "bf16", every=1))
+
+    def stepped(run: Any) -> Any:
+        if run.step == 3:
+            threading.Timer(0.3, disk.is_free.set).start()
+            raise ZeroDivisionError("the step")
+        return step_of(run)
+
+    monkeypatch.setattr(files, "system", disk)
+    monkeypatch.setattr(loop, "train_step", stepped)
+    with pytest.raises(ZeroDivisionError):
+        run_of(tmp_path, "own", "bf16", buffer=2**26)
+    found = contents(tmp_path / "own/run")
+    assert {Path(name).parts[1] for name in found} == {"step-00000002", "step-00000003"}
+    assert found == {name: whole[name] for name in found}
