@@ -126,12 +126,12 @@ def test_checkpoints_are_those_of_blocking_saves(
 def test_adapters_are_those_of_blocking_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_base(tmp_path)
     given: dict[str, Any] = {"train": {"steps": 4}, "optim": {"warmup_steps": 0}}
-    train(config_of(root, "plain", checkpoint={**EVERY, "background": False}, **given))
+    train(config_of(root, "waits", checkpoint={**EVERY, "background": False}, **given))
     monkeypatch.setattr(files, "system", Slow())
     train(config_of(root, "own", checkpoint=EVERY, **given))
     found = contents(tmp_path / "own")
     assert any("adapter_model.safetensors" in name for name in found)
-    assert found == contents(tmp_path / "plain")
+    assert found == contents(tmp_path / "waits")
 
 
 def test_without_the_guard_the_checkpoint_would_be_torn(
