@@ -112,6 +112,12 @@ class RankError(MegatrainError):
     exit_code = 7
 
 
+class HangError(MegatrainError):
+    """A step makes no progress any more: the device, a driver or a drive hangs."""
+
+    exit_code = 8
+
+
 class DivergedError(MegatrainError):
     """A run whose gradients stayed non-finite for too many steps in a row."""
 

@@ -88,6 +88,11 @@ class ChunkWriter:
         """Bytes of all buffers."""
         return self.num_buffers * self._buffer_bytes
 
+    @property
+    def num_left(self) -> int:
+        """The chunks that are still to be written; any thread may ask."""
+        return self._num_open
+
     def begin(
         self,
         directory: Path,

@@ -69,6 +69,7 @@ SaveEvery = Annotated[
     reads_as("auto, a number of steps (1 or more), a time such as 30min or 2h, epoch, or epoch/4"),
 ]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+OpenSeconds = Annotated[Literal["auto"] | Rate, reads_as("auto, or a number (above 0)")]
 Share = Annotated[float, Field(gt=0, le=1)]
 Watch = Annotated[Literal["auto", "off"] | Share, reads_as("auto, off, or a share (above 0, at most 1)")]
 Device = Annotated[

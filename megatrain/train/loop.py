@@ -19,6 +19,7 @@ from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.faults.recovery import check_divergence, resume_point_told
 from megatrain.train.faults.rescue import rescued
 from megatrain.train.faults.watching import begin_watch, end_watch
+from megatrain.train.hang import hangs_ended
 from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.space import require_space, space_of
@@ -232,7 +233,11 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     commit_every = settings.memory.commit_every
     run.health.begin()
     begin_watch(run)
-    with _shown(run, directory) as show, Saves(run, directory, saved) as saves:
+    with (
+        _shown(run, directory) as show,
+        Saves(run, directory, saved) as saves,
+        hangs_ended(run, directory, saves),
+    ):
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
             saves.begin()  # the run was killed between its commit and its save

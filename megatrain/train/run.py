@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.engine import engine_of_base, make_engine, untouched
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.experts import ExpertWatch
+from megatrain.train.hang_watch import HangWatch
 from megatrain.train.inputs import Packer
 from megatrain.train.last_good import LastGood, sound_checkpoint_named
 from megatrain.train.out_of_memory import memory_told
@@ -125,6 +126,8 @@ class Run:
     """What looks at the step that is going on; None between runs of steps, and on ranks after the first."""
     beginnings: deque[Beginning] = field(default_factory=lambda: deque(maxlen=2))
     """The beginnings of the newest two steps of a run of one rank, until its end."""
+    hang_watch: HangWatch | None = None
+    """What ends the process if a step hangs; None: nothing does."""
     save_s: float | None = None
     """The seconds that the newest save took; None before the first."""
     processor: Mapping[str, bytes] = field(default_factory=dict)
@@ -154,8 +157,13 @@ class Run:
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors, as plain values."""
-        self.engine.settle()  # updates in the background count themselves
+        with self.watched():
+            self.engine.settle()  # updates in the background count themselves
         return self._position() | self._counts() | self._settings()
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Have progress watched for as long as the context lasts, in which only the engine is waited for."""
+        return nullcontext() if self.hang_watch is None else self.hang_watch.watched()
 
     def begin_step(self) -> None:
         """Note where the run is, since a step that fails has drawn data and random numbers."""
@@ -178,11 +186,18 @@ class Run:
             TornStateError: The state is torn.
         """
         self.engine.settle()
+        return self.meta_of(self.engine.arrangement.integrity.num_held)
+
+    def meta_of(self, num_held: int) -> dict[str, Any] | None:
+        """Return `meta` of the state that holds so many of the engine's steps; waits for nothing.
+
+        None: no step was taken, or its position is not known.
+        """
         found = list(self.beginnings)
         integrity = self.engine.arrangement.integrity
         if found and self.step > found[-1].position["step"]:
             found.append(Beginning(integrity.num_issued, self._position()))
-        held = [each.position for each in found if each.num_issued == integrity.num_held]
+        held = [each.position for each in found if each.num_issued == num_held]
         if not held or not held[-1]["step"]:
             return None
         return held[-1] | self._counts() | self._settings()

@@ -31,25 +31,28 @@ def train_step(run: Run) -> StepMetrics:
 
     replay = Replay(run, micro_batches, seeds) if policy == "replay" else None
     callbacks.call("on_step_begin")
-    loss, shown = forward_backward(run, micro_batches, seeds)
+    with run.watched():
+        loss, shown = forward_backward(run, micro_batches, seeds)
     callbacks.call("on_pre_optimizer_step")
     lr = float(run.optimizer.param_groups[0]["lr"])  # the schedule's, unless a callback has changed it
     # With `warn`, the loss is read after the step, since the device is at work until then.
-    highest = None if policy == "warn" else run.spikes.take(float(loss))
+    with run.watched():
+        highest = None if policy == "warn" else run.spikes.take(float(loss))
     grad_norm, is_skipped = None, highest is not None
     experts = verdict = None
     if highest is not None and replay is not None:
         experts = run.experts.take()  # not what the replays count
         verdict = replay.judge(float(loss), highest)
         require_data(verdict, run, float(loss), highest)
-    if is_skipped:
-        run.engine.zero_grad()
-    else:
-        stats = run.optimizer.step()
-    run.scheduler.step()
-    run.end_update(num_targets)
-    # `float(loss)` blocks until the device has finished; only the updates still run.
-    loss_value = float(loss)
+    with run.watched():
+        if is_skipped:
+            run.engine.zero_grad()
+        else:
+            stats = run.optimizer.step()
+        run.scheduler.step()
+        run.end_update(num_targets)
+        # `float(loss)` blocks until the device has finished; only the updates still run.
+        loss_value = float(loss)
     if not is_skipped:
         grad_norm, is_skipped = stats.grad_norm, stats.skipped
         if policy == "warn":
@@ -69,6 +72,8 @@ def train_step(run: Run) -> StepMetrics:
 
     num_tokens = run.loader.num_tokens
     seconds = time.monotonic() - started
+    if run.hang_watch is not None:
+        run.hang_watch.took(seconds)
     if run.ranks.size > 1 and run.config.memory.drives:
         count_written(run.health, run.ranks)
     vitals = run.health.sample()

@@ -86,6 +86,19 @@ class Integrity:
         if self.cause is None:
             self.cause = error
 
+    def stop(self) -> int | None:
+        """Let no change begin any more, for ever, and return the steps that the state holds, of `num_issued`.
+
+        For another thread than the launching one, which hangs, as a lane or the device does. None: the state
+        is torn, or a change is half done.
+        """
+        self._lock.acquire()
+        changes = list(self._changes)
+        if self.cause is not None or any(each.are_torn for each in changes):
+            return None
+        lost = [each.number for each in changes if each.number and not each.are_done]
+        return min([self.num_held, *(number - 1 for number in lost)])
+
     # -- changes --------------------------------------------------------------------------------------------
 
     @contextmanager

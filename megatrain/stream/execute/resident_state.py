@@ -176,6 +176,11 @@ class DeviceStates:
             pull(block, self._nbytes(block) + self._host.layouts[block].sizes.codes_bytes) for block in stale
         ]
 
+    @property
+    def has_newer(self) -> bool:
+        """Whether the device has state that its home in RAM has not."""
+        return bool(self._newer)
+
     def take_newer(self) -> list[int]:
         """Return the blocks that an update has changed on the device; they are to be copied home."""
         newer, self._newer = sorted(self._newer), set()

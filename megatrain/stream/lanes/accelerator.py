@@ -242,6 +242,11 @@ class AcceleratorLanes(ThreadedLanes):
             _log.warning(_NO_LOCK, self._vendor.title, NUM_BUFFERS, BUFFER_BYTES >> 20)
         reset_peak_bytes(self.device)
 
+    def newest_s(self) -> float:
+        """Return when the operation ended that was noted last; see the base."""
+        self._spans.resolve()
+        return super().newest_s()
+
     def num_visits(self, since_s: float) -> int:
         """Count the visits that the device has done; see the base."""
         self._spans.resolve()

@@ -202,6 +202,13 @@ class Lanes(ABC):
         """Return the operations and waits that have ended since the last call; never blocks."""
         return self._recorder.take()
 
+    def newest_s(self) -> float:
+        """Return when the operation ended that was noted last, by `time.perf_counter`; 0 if none is kept.
+
+        Any thread may call it, and nobody waits: while it stays the same, no lane makes progress.
+        """
+        return self._recorder.newest_s()
+
     def num_visits(self, since_s: float) -> int:
         """Count the visits that compute has done since a moment of `time.perf_counter`; never blocks.
 

@@ -95,6 +95,13 @@ class Recorder:
         if seconds > SHORTEST_WAIT_S:
             self._waits.append((cause, start_s, seconds))
 
+    def newest_s(self) -> float:
+        """Return when the operation ended that was noted last; 0 if none is kept."""
+        try:
+            return self._spans[-1][3]
+        except IndexError:
+            return 0.0
+
     def num_visits(self, since_s: float) -> int:
         """Count the visits that are noted, and ended after a moment of `time.perf_counter`."""
         noted = self._spans.copy()  # in C, while others append

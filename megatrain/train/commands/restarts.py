@@ -20,15 +20,15 @@ from megatrain.checkpoint.load import find, step_of
 from megatrain.config.sizes import counted
 from megatrain.distributed.processes import how_ended
 from megatrain.distributed.signals import stop_signals
-from megatrain.errors import CapacityError, MegatrainError, TornStateError
+from megatrain.errors import CapacityError, HangError, MegatrainError, TornStateError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.events import EventLog
 from megatrain.train.records.json_lines import read_rows
 
 _log = logging.getLogger(__name__)
 
-_MENDABLE = {1, TornStateError.exit_code}
-"""The exit codes after which another start may go on: of what nobody has foreseen, and of a torn state."""
+_MENDABLE = {1, TornStateError.exit_code, HangError.exit_code}
+"""The exit codes after which another start may go on: of what nobody foresaw, a torn state, and a hang."""
 
 SAME_STEP = 2
 """How often a run may end at one step."""

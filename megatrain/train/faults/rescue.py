@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,20 +64,44 @@ def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
 def _saved(run: Run, directory: RunDirectory, error: Exception) -> str:
     """Save the last whole step, if it can be, after an error, and say what is saved."""
     if run.engine.choice.updates == Updates.IMMEDIATE.value:
-        return f"with optim.updates=immediate nothing is saved: {_goes_on(newest_point(run, directory))}"
+        return not_saved("with optim.updates=immediate nothing is saved", run, directory)
+    return save_whole(run, directory, run.whole_meta, run.write, first_line(error))
+
+
+def not_saved(why: str, run: Run, directory: RunDirectory) -> str:
+    """Say why nothing is saved, and from where the same command goes on."""
+    return f"{why}: {_goes_on(newest_point(run, directory))}"
+
+
+def save_whole(
+    run: Run,
+    directory: RunDirectory,
+    meta_of: Callable[[], dict[str, object] | None],
+    write: Callable[[Path], None],
+    reason: str,
+) -> str:
+    """Save the last whole step, unless its checkpoint is there, and say what is saved.
+
+    Args:
+        run: The run.
+        directory: Its directory.
+        meta_of: The function that returns what the manifest keeps of that step; None of a run without any.
+        write: What writes the files of the checkpoint.
+        reason: Why the run ends.
+    """
     try:
-        meta = run.whole_meta()
+        meta = meta_of()
         if meta is None:
             return _goes_on(newest_point(run, directory))
-        step = int(meta["step"])
+        step = int(meta["step"])  # type: ignore[call-overload]
         path = _whole_checkpoint(directory, step)
         if path is None:
-            _log.warning("step %d is saved before the run ends: %s", step, first_line(error))
-            path = _save(run, directory, step, meta)
+            _log.warning("step %d is saved before the run ends: %s", step, reason)
+            path = _save(run, directory, step, meta, write)
     except Exception as failed:
         is_ours = isinstance(failed, MegatrainError)
         why = str(failed).partition("; ")[0] if is_ours else f"{type(failed).__name__}: {failed}"
-        return f"what was trained since could not be saved ({why}): {_goes_on(newest_point(run, directory))}"
+        return not_saved(f"what was trained since could not be saved ({why})", run, directory)
     return f"step {step} is saved in {path}, and the same command goes on from there"
 
 
@@ -95,7 +119,9 @@ def _whole_checkpoint(directory: RunDirectory, step: int) -> Path | None:
     return path
 
 
-def _save(run: Run, directory: RunDirectory, step: int, meta: dict[str, object]) -> Path:
+def _save(
+    run: Run, directory: RunDirectory, step: int, meta: dict[str, object], write: Callable[[Path], None]
+) -> Path:
     keep_last, good = run.config.checkpoint.keep_last or sys.maxsize, LastGood()
     good.restore(meta["last_good"])  # type: ignore[arg-type]
     good.save(step, keep_last)
@@ -103,7 +129,7 @@ def _save(run: Run, directory: RunDirectory, step: int, meta: dict[str, object])
     path = save(
         directory.checkpoints,
         step=step,
-        write=run.write,
+        write=write,
         meta=meta | {"last_good": good.state()},
         keep_last=keep_last,
         keep_too=run.evaluator.kept_steps.union(good.kept),

@@ -39,6 +39,7 @@ _OURS = {
     "experts.json",
     "events.jsonl",
     "report.html",
+    "stacks.txt",
     "checkpoints",
     "hf",
 }
@@ -67,6 +68,7 @@ class RunDirectory:
         self.experts = path / "experts.json"
         self.events = path / "events.jsonl"
         self.report = path / "report.html"
+        self.stacks = path / "stacks.txt"
         self.checkpoints = path / "checkpoints"
         self.model = path / "hf"
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.contents import Group, LargeFile, Place
 from megatrain.checkpoint.tensor_files import planned_file
 from megatrain.errors import os_errors
@@ -106,6 +107,26 @@ class Contents:
         """
         with os_errors("write the tokenizer to", out):
             self._tokenizer.save_pretrained(out)
+
+    def write(self, out: Path, writer: ChunkWriter) -> None:
+        """Write all files, while nothing changes the state; no lane is waited for, nor used.
+
+        Args:
+            out: The directory of the checkpoint.
+            writer: A writer of these files that is not at work.
+
+        Raises:
+            OutputError: A file cannot be written.
+        """
+        assert not self._away, self._away
+        rest = self.take()
+        writer.begin(out, self.files, ())
+        try:
+            self.write_tokenizer(out)
+            rest(out)
+        except BaseException as error:
+            writer.fail(error)
+        writer.wait()
 
     def _write_small(self, small: Mapping[str, bytes], out: Path) -> None:
         for name, content in small.items():

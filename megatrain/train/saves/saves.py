@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -65,15 +68,16 @@ class Saves:
         settings = run.config.checkpoint
         self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch)
         if settings.background and run.ranks.size == 1:
-            self._contents = Contents(
-                run.engine,
-                run.tokenizer,
-                base=base_of(run.config) if has_adapters(run.engine.model) else None,
-                processor=run.processor,
-            )
+            self._contents = self._make_contents()
             left = run.engine.host.bytes_left // 2  # of what the plan leaves
             writer = ChunkWriter(min(settings.buffer, left), self._contents.files)
             self._saver = Saver(directory.checkpoints, writer)
+
+    def _make_contents(self) -> Contents:
+        run = self._run
+        is_adapter = has_adapters(run.engine.model)
+        base = base_of(run.config) if is_adapter else None
+        return Contents(run.engine, run.tokenizer, base=base, processor=run.processor)
 
     def __enter__(self) -> Saves:
         if self._saver is not None:
@@ -169,6 +173,27 @@ class Saves:
                 raise error
         assert self._newest is not None
         return self._newest[1]
+
+    @property
+    def num_left(self) -> int:
+        """The chunks of a checkpoint that are still to be written in the background; any thread may ask."""
+        return 0 if self._saver is None else self._saver.writer.num_left
+
+    def writes_at_rest(self) -> Callable[[Path], None] | None:
+        """Return what writes a checkpoint of the state in RAM, which does not change; None: not all is there.
+
+        For another thread than that of the run, which hangs. A checkpoint that is under way is waited for
+        first, and nobody is told of it.
+        """
+        if self._saver is None:
+            contents = self._make_contents()
+            writer = ChunkWriter(0, contents.files)
+        else:
+            contents, writer = self._contents, self._saver.writer
+            if self._saver.is_saving:
+                with suppress(Exception):
+                    self._saver.result()
+        return None if contents.away else partial(contents.write, writer=writer)
 
     # -- inside ---------------------------------------------------------------------------------------------
 

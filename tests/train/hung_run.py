@@ -1,0 +1,142 @@
+"""Trains a run in which something takes for ever, or long: `python -m tests.train.hung_run ROOT WHAT`.
+
+`copy` hangs a copy to the device in the fifth step, `update` an update in the middle of
+those of the fourth, which the save of that step waits for; `immediate` is `copy` with such updates.
+With `slow`, nothing hangs: callbacks, data and an evaluation take longer than `train.hang_after`, and the
+process is stopped in the middle of a step for as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from megatrain.config import Config
+from megatrain.data.loader import PackedLoader
+from megatrain.plan.program.kinds import Lane
+from megatrain.stream.engine import Engine
+from megatrain.stream.lanes import EmulatedLanes
+from megatrain.train import loop
+from megatrain.train.evaluate.evaluator import Evaluator
+from tests.train.project import make_config
+
+SLOW_S = 1.3
+
+
+def config_of(root: Path, out: str, *, hang_after: float | None, **sections: dict[str, Any]) -> Config:
+    """Describe the run; nothing of it depends on `hang_after`."""
+    options: dict[str, dict[str, Any]] = {
+        "train": {"steps": 7, "device": "emulated", "hang_after": hang_after},
+        "data": {"val_size": 0.05},
+        "eval": {"every": 3, "keep_best": False},
+        "checkpoint": {"every": None},
+        "log": {"report": False},
+    }
+    for name, values in sections.items():
+        options[name] = options.get(name, {}) | values
+    return make_config(root, out, **options)
+
+
+class _Steps:
+    """Knows which step is going on, counted from 1."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        step_of = loop.train_step
+
+        def stepped(run: Any) -> Any:
+            self.run = run
+            return step_of(run)
+
+        loop.train_step = stepped
+
+    @property
+    def step(self) -> int:
+        return 0 if self.run is None else int(self.run.step) + 1
+
+
+def hang(lane: Lane, step: int, *, label: str = "", after: int = 0) -> None:
+    """Let an operation of a lane hang in a step, the one after so many others of its label."""
+    steps, submit, count = _Steps(), EmulatedLanes._submit, 0
+
+    def never_comes_back() -> None:
+        time.sleep(3600)
+
+    def submitted(lanes: Any, own: Lane, function: Callable[[], object], work: float, found: object) -> Any:
+        nonlocal count
+        is_it = own is lane and steps.step == step and str(found).startswith(label)
+        count += is_it
+        if is_it and count == after + 1:
+            function = never_comes_back
+        return submit(lanes, own, function, work, found)
+
+    EmulatedLanes._submit = submitted  # type: ignore[method-assign,assignment]
+
+
+class Slow(TrainerCallback):
+    """Sleeps at two moments of the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        time.sleep(SLOW_S if state.global_step == 2 else 0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        time.sleep(SLOW_S if state.global_step == 2 else 0)
+
+
+def be_slow() -> None:
+    """Slow down all that is no step, and stop the process in the fifth one."""
+    steps = _Steps()
+    forward, load, evaluate = Engine.forward_backward, PackedLoader.__next__, Evaluator.evaluate
+
+    def stopped(*args: Any, **given: Any) -> Any:
+        if steps.step == 5:
+            process = os.getpid()
+            subprocess.Popen(["/bin/sh", "-c", f"sleep {SLOW_S}; kill -CONT {process}"])
+            os.kill(process, signal.SIGSTOP)
+        return forward(*args, **given)
+
+    def loaded(loader: Any) -> Any:
+        time.sleep(SLOW_S if steps.step == 4 else 0)
+        return load(loader)
+
+    def evaluated(*args: Any, **given: Any) -> Any:
+        time.sleep(SLOW_S if steps.step == 4 else 0)  # after three steps
+        return evaluate(*args, **given)
+
+    Engine.forward_backward = stopped  # type: ignore[method-assign]
+    PackedLoader.__next__ = loaded  # type: ignore[method-assign,assignment]
+    Evaluator.evaluate = evaluated  # type: ignore[method-assign]
+
+
+def main(root: Path, what: str) -> None:
+    """Train."""
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)
+    sections: dict[str, dict[str, Any]] = {}
+    if what == "copy":
+        hang(Lane.FETCH, 5, after=2)
+    elif what == "update":
+        hang(Lane.HOST, 4, label="update", after=1)
+        sections["checkpoint"] = {"every": 2}
+    elif what == "immediate":
+        hang(Lane.FETCH, 5, after=2)
+        sections["optim"] = {"updates": "immediate", "max_grad_norm": None}
+        sections["checkpoint"] = {"every": 2}
+    else:
+        be_slow()
+    config = config_of(root, "run", hang_after=1.0 if what == "slow" else 2.0, **sections)
+    loop.train(config, callbacks=[Slow()] if what == "slow" else [])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

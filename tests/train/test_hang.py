@@ -1,0 +1,112 @@
+"""A step that hangs ends the process, with its stacks and its last whole step; nothing else does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.checkpoint.load import verify
+from megatrain.errors import HangError
+from megatrain.train.hang_watch import LEAST_S, HangWatch
+from megatrain.train.loop import train
+from megatrain.train.records.json_lines import read_rows
+from tests.train.hung_run import config_of
+from tests.train.test_loop import assert_same_runs
+
+
+def run_with(root: Path, what: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.train.hung_run", str(root), what]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def last_error(root: Path) -> dict[str, Any]:
+    return [dict(row) for row in read_rows(root / "run/events.jsonl") if row["event"] == "error"][-1]
+
+
+def test_copy_that_hangs_ends_the_run_and_its_last_step_is_saved(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    done = run_with(tmp_path, "copy")
+    assert done.returncode == HangError.exit_code == 8, done.stderr
+    assert time.monotonic() - began_s < 30
+    assert "never_comes_back" in (tmp_path / "run/stacks.txt").read_text()
+    checkpoint = tmp_path / "run/checkpoints/step-00000004"
+    assert verify(checkpoint).step == 4
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
+    text = last_error(tmp_path)["text"]
+    silent = r"step 5 \(\d+ of \d+ passes of layers\) has made no progress for 0m 02s \(train\.hang_after\): "
+    assert re.match(silent + "the device, a driver or a drive hangs. ", text), text
+    assert f"{tmp_path}/run/stacks.txt says where each thread stands" in text
+    assert f"Step 4 is saved in {checkpoint}, and the same command goes on from there" in text
+    assert text in done.stderr
+    train(config_of(tmp_path, "run", hang_after=None))
+    train(config_of(tmp_path, "whole", hang_after=None))
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("what", ["update", "immediate"])
+def test_state_that_may_be_torn_is_not_saved_and_the_newest_checkpoint_is_named(
+    what: str, tmp_path: Path
+) -> None:
+    done = run_with(tmp_path, what)
+    assert done.returncode == 8, done.stderr
+    newest = {"update": 2, "immediate": 4}[what]
+    found = sorted((tmp_path / "run/checkpoints").iterdir())
+    assert found[-1].name == f"step-{newest:08d}"
+    why = {
+        "update": "An update hangs in the middle, so nothing is saved",
+        "immediate": "With optim.updates=immediate nothing is saved",
+    }[what]
+    assert f"{why}: the same command goes on from {found[-1]}" in last_error(tmp_path)["text"]
+
+
+@pytest.mark.parity
+def test_what_takes_long_is_no_hang(tmp_path: Path) -> None:
+    """Callbacks, data, an evaluation, and a process that is stopped, each for longer than `hang_after`."""
+    done = run_with(tmp_path, "slow")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run/stacks.txt").exists()
+
+
+def test_limits_follow_the_steps() -> None:
+    watch = HangWatch("auto", lambda: 0, lambda silent_s: None)
+    assert watch.limit_s is None
+    for seconds in (1000.0, 10.0, 12.0):
+        watch.took(seconds)
+    assert watch.limit_s == LEAST_S == 1800
+    for _ in range(3):
+        watch.took(1000.0)
+    assert watch.limit_s == 20 * 1000.0
+    watch = HangWatch(7.0, lambda: 0, lambda silent_s: None)
+    assert watch.limit_s is None
+    watch.took(1.0)
+    assert watch.limit_s == 7.0
+
+
+def test_only_time_without_progress_of_a_watched_step_counts() -> None:
+    progress, found, now = [0], list[float](), [0.0]
+    watch = HangWatch(10.0, lambda: progress[0], found.append)
+    watch.clock.now = lambda: now[0]  # type: ignore[method-assign]
+
+    def later(seconds: float) -> list[float]:
+        now[0] += seconds
+        watch.look()
+        return found
+
+    with watch.watched():
+        assert later(1) == later(100) == []  # the first step
+    watch.took(1.0)
+    assert later(100) == []
+    with watch.watched():
+        assert later(1) == later(9.5) == []
+        progress[0] += 1
+        assert later(9.5) == later(9.5) == []
+    with watch.watched():
+        assert later(9) == []
+        assert later(10) == [10.0]
