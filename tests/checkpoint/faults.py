@@ -37,8 +37,9 @@ class Watched(files.FileCalls):
 
     def open(self, path: Path, flags: int) -> int:
         self._count("create" if flags & os.O_CREAT else "open", path)
-        descriptor = super().open(path, flags)
-        self._paths[descriptor] = path
+        with self._lock:
+            descriptor = super().open(path, flags)
+            self._paths[descriptor] = path
         return descriptor
 
     def write(self, descriptor: int, data: memoryview) -> int:
@@ -62,8 +63,10 @@ class Watched(files.FileCalls):
 
     def close(self, descriptor: int) -> None:
         # The descriptor goes in any case, as in Linux: a close that fails has closed.
-        super().close(descriptor)
-        self._count("close", self._paths.pop(descriptor))
+        with self._lock:  # or another thread opens a file of this number in between
+            super().close(descriptor)
+            path = self._paths.pop(descriptor)
+        self._count("close", path)
 
     def mkdir(self, path: Path, mode: int) -> None:
         self._count("mkdir", path)

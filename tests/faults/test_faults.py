@@ -106,9 +106,6 @@ def test_fault_is_injected(files: Bench) -> None:
     files.begin("train")
     fault = Fault(at=0, number=errno.ENOSPC, only="write *tokenizer.json")
     answer = files.server.ask(files.command("train"), fault)
-    assert answer["code"] == 2
-    assert answer["err"].splitlines()[-1].startswith("error: megatrain cannot write the tokenizer to ")
+    assert answer["code"] == 0, "the fault was a single one, and the run goes on"
+    assert "step 1 is not saved: megatrain cannot write the tokenizer to " in answer["err"]
     assert "No space left on device; free some space there" in answer["err"]
-    saved = files.root / "run/checkpoints/step-00000001"
-    assert f"Step 1 is saved in {saved}" in answer["err"], "the fault was a single one"
-    assert list(saved.parent.iterdir()) == [saved]

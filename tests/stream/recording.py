@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
     _update = staticmethod(kernels.update_many)
 
-    def _update_many(self, pool: Any, views: Any) -> None:
+    def _update_many(self, pool: Any, views: Any, *apart: Any) -> None:
         views = list(views)
         for _, planes in views:
             changed = [planes.working, planes.remainder, planes.exp_avg, planes.exp_avg_sq]

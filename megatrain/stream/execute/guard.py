@@ -17,7 +17,7 @@ class StateGuard:
 
     @property
     def order(self) -> list[int]:
-        """The blocks in the order in which the last step changed them."""
+        """The blocks in the order in which the last step changed them, while somebody held them."""
         return list(self._order)
 
     def hold(self, wait: Callable[[int], object] | None) -> None:
@@ -30,10 +30,10 @@ class StateGuard:
 
     def before(self, block: int, work: Work) -> Work:
         """Return a change of a block, which waits first."""
-        self._order.pop(block, None)
-        self._order[block] = None
         if self._wait is None:
             return work
+        self._order.pop(block, None)
+        self._order[block] = None
         wait = self._wait
 
         def run() -> None:

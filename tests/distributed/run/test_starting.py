@@ -23,7 +23,10 @@ def saved_by(root: Path, shards: int) -> None:
     directory = RunDirectory(root / "run")
     directory.path.mkdir()
     directory.begin(config)
-    meta = {"config": config.model_dump(mode="json")}
+    data = {"fingerprint": "a", "epoch": 0, "position": 0, "seed": 0, "shuffle": True}
+    counts = dict.fromkeys(("tokens", "skipped", "skipped_in_a_row"), 0)
+    meta = {"step": 2, "updates": 2, "schedule": {"last_epoch": 2}, "data": data, "rng": {}, **counts}
+    meta["config"] = config.model_dump(mode="json")
 
     def write(directory: Path) -> None:
         (directory / "file").write_text("a")
