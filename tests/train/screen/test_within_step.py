@@ -170,8 +170,8 @@ def test_a_run_with_slow_layers_shows_its_steps_and_says_what_a_signal_brings(
                 hook.remove()
 
     monkeypatch.setattr(loop, "train_step", slow)
+    saves = {"every": 1, "background": False}
     with caplog.at_level(logging.INFO, logger="megatrain"), pytest.raises(SystemExit) as stopped:
-        saves = {"every": 1, "background": False}
         train(make_config(tmp_path, "run", checkpoint=saves, log={"progress": "lines"}))
     assert stopped.value.code == 75
     shown = [text for text in caplog.messages if re.match(r"step \d: \d+%, \d+ of 12 passes", text)]
