@@ -21,7 +21,7 @@ from types import FrameType
 from uuid import uuid4
 
 from megatrain.distributed.processes import how_ended, status_of
-from megatrain.distributed.signals import stop_signals
+from megatrain.distributed.signals import WARNINGS, stop_signals
 from megatrain.errors import RankError, TornStateError
 
 _LOOK_S = 0.1
@@ -154,7 +154,7 @@ class _Stop:
 
     def note(self, number: int, _: FrameType | None) -> None:
         """Take a signal; that a terminal is closed may be said twice, and means it once."""
-        if self.number is not None and number != signal.SIGHUP:
+        if self.number is not None and number not in WARNINGS:
             self._is_second = True
         self.number = number
 

@@ -8,14 +8,21 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+WARNINGS = frozenset({signal.SIGHUP, signal.SIGUSR1})
+"""The signals that may come more than once, and never mean that a process is to end at once."""
+
 
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals of Ctrl-C, of a scheduler, and of a terminal that is closed.
 
-    The last one, SIGHUP, is left alone where it is ignored already, as `nohup` makes it.
+    The last one, SIGHUP, is left alone where it is ignored already, as `nohup` makes it. SIGUSR1, which Slurm
+    sends some time before a job's end if it is asked to (`--signal=USR1@600`), is left alone where it has a
+    handler.
     """
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []))
+    is_free = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    warnings = [*([signal.SIGHUP] if hangs_up else []), *([signal.SIGUSR1] if is_free else [])]
+    return (signal.SIGINT, signal.SIGTERM, *warnings)
 
 
 def ignore_sigterm_once(is_lost: Callable[[], bool]) -> None:

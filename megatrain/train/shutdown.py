@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatrain.distributed.alone import ALONE, Alone
-from megatrain.distributed.signals import stop_signals
+from megatrain.distributed.signals import WARNINGS, stop_signals
 from megatrain.errors import CallbackError
 from megatrain.train.records.metrics import format_duration
 from megatrain.train.run import Run
@@ -99,7 +99,7 @@ def stop_flag(
         stop.set()
         if ranks.size == 1:
             for each in numbers:  # a closed terminal may signal twice, and means one stop
-                signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else previous[each])
+                signal.signal(each, signal.SIG_IGN if each in WARNINGS else previous[each])
 
     def say() -> None:
         again = "; a second Ctrl-C ends it at once, without this step" if ranks.size == 1 else ""
@@ -149,7 +149,7 @@ class _Heard:
         with reads:
             while heard := reads.recv(64):
                 for number in heard:
-                    if number not in self._numbers or (count and number == signal.SIGHUP):
+                    if number not in self._numbers or (count and number in WARNINGS):
                         continue
                     count += 1
                     if count == 1:

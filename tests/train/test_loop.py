@@ -216,7 +216,7 @@ def _hangs_up() -> Iterator[None]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_hangs_up")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signal_finishes_the_step_saves_and_exits_75(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -254,6 +254,21 @@ def test_a_closed_terminal_stops_a_run_once_and_not_under_nohup() -> None:
             signal.signal(signal.SIGHUP, before)
         asked.append(stop.is_set())
     assert asked == [True, False]
+
+
+def test_a_scheduler_s_warning_stops_a_run_however_often_it_comes() -> None:
+    with stop_flag() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.is_set()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)  # of whoever uses it otherwise
+    try:
+        with stop_flag() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.sampled(2)
