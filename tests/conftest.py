@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 # One thread per test process: the suite runs in parallel processes, and threads that wait for each other's
@@ -85,3 +86,11 @@ def _nothing_waits_for_the_disk() -> Iterator[None]:
 def _runs_search_for_a_moment() -> Iterator[None]:
     with searched_for_a_moment():
         yield
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C interrupt: a process that a shell has put into the background inherits that it does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

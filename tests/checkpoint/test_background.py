@@ -284,6 +284,7 @@ def interrupted_soon() -> threading.Timer:
     return timer
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("waits", ["before_change", "result"])
 def test_an_interrupt_of_a_wait_loses_nothing_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str

@@ -45,6 +45,8 @@ class Faulty:
             self.num_calls += 1
             if self.num_calls not in self._calls:
                 return forward_backward(run, *args)
+            # a checkpoint that is being written would have the bit
+            run.engine.arrangement.guard.wait_for(range(len(run.engine.host.blocks)))
             block = run.engine.host.blocks[self._chance.randrange(3)]  # a layer
             entry = self._chance.choice(block.layout.trained)
             weight = block.weight(entry).view(-1).view(torch.int32)

@@ -290,6 +290,7 @@ def threads_that_save() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("megatrain-save")]
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_second_ctrl_c_while_the_last_save_is_waited_for_ends_the_run_and_keeps_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
