@@ -149,7 +149,7 @@ def test_a_run_with_slow_layers_shows_its_steps_and_says_what_a_signal_brings(
 
     def slow(run: Any) -> Any:
         layers = run.engine.model.get_decoder().layers
-        hooks = [layer.mlp.register_forward_hook(lambda *_: time.sleep(0.05)) for layer in layers]
+        hooks = [layer.mlp.register_forward_hook(lambda *_: time.sleep(0.15)) for layer in layers]
         if run.step == 1:
 
             def once(*_: Any) -> None:
