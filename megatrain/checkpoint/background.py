@@ -391,7 +391,6 @@ class _Target:
             self._descriptor = None
         for chunk in self.all_chunks:
             chunk.give_back()
-            self._descriptor = None
 
     def entry(self) -> FileEntry:
         """Return what the manifest says of the file."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatrain.errors import DivergedError
-from megatrain.train import spikes
 from megatrain.train.loop import train
 from megatrain.train.spikes import LEAST, Spikes
 from tests.train.project import make_config
@@ -44,18 +43,6 @@ def test_a_loss_that_stays_high_is_soon_no_jump_and_the_state_goes_on() -> None:
     other = Spikes()
     other.restore(known.state())
     assert [other.take(5.0), other.state()] == [known.take(5.0), known.state()]
-
-
-@pytest.fixture
-def jump_at_5(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the fifth loss of a run be a jump, whatever it is."""
-    take = Spikes.take
-
-    def told(self: Spikes, loss: float) -> float | None:
-        take(self, loss)
-        return 1.5 if len(self.state()) == 5 else None
-
-    monkeypatch.setattr(spikes.Spikes, "take", told)
 
 
 @pytest.mark.usefixtures("jump_at_5")

@@ -135,6 +135,5 @@ def _save(
         keep_too=run.evaluator.kept_steps.union(good.kept),
     )
     run.save_s = time.monotonic() - began_s
-    if run.events is not None:
-        run.events.write("checkpoint", step)
+    run.tell_of(step, "checkpoint")
     return path

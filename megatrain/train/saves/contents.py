@@ -57,29 +57,20 @@ class Contents:
         self._untouched = engine.model.__dict__.get(UNTOUCHED)
         self._buffers: dict[str, Tensor] = {}
         host = engine.host
-        self._away = frozenset(
+        self.away = frozenset(
             number
             for number in range(len(host.layouts))
             if host.on_drives.holds_state(number)
             or host.on_drives.holds_working(number)
             or host.on_device.holds(number)
         )
+        """The blocks of which something is not in RAM: one thread reads these, before the next step."""
         self._reader = WeightReader(host)
         self._plan = None
         if base is None:
             self._plan = ExportPlan(engine.model, block_groups(host), untouched=self._untouched)
         self.files = [*self._model_files(), *self._state_files()]
         """The large files."""
-
-    @property
-    def away(self) -> frozenset[int]:
-        """The blocks of which something is not in RAM: one thread reads these, before the next step."""
-        return self._away
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the large files."""
-        return sum(file.num_bytes for file in self.files)
 
     def take(self) -> Callable[[Path], None]:
         """Keep what changes outside of blocks as it is now; return what writes the small files."""
@@ -118,7 +109,7 @@ class Contents:
         Raises:
             OutputError: A file cannot be written.
         """
-        assert not self._away, self._away
+        assert not self.away, self.away
         rest = self.take()
         writer.begin(out, self.files, ())
         try:
@@ -184,7 +175,7 @@ class Contents:
     def _weight(self, name: str) -> Tensor:
         host = self._engine.host
         numbers = [number for number, _ in host.places(name)]
-        if self._away.isdisjoint(numbers):
+        if self.away.isdisjoint(numbers):
             return WeightReader(host).read(name)
         return self._reader.read(name)  # one thread reads all that is away, block by block
 

@@ -140,7 +140,7 @@ class Saves:
             write_rest=self._contents.take(),
             write_first=self._contents.write_tokenizer,
             keep_last=self._keep_last,
-            keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
+            keep_too=self._keep_too,
         )
         try:
             with self._directory.found():
@@ -205,6 +205,10 @@ class Saves:
     def _keep_last(self) -> int:
         return self._run.config.checkpoint.keep_last or sys.maxsize
 
+    @property
+    def _keep_too(self) -> frozenset[int]:
+        return frozenset(self._run.evaluator.kept_steps).union(self._run.last_good.kept)
+
     def _start(self) -> _Begun:
         run = self._run
         self._interval.begun()
@@ -228,7 +232,7 @@ class Saves:
                             write=run.write,
                             meta=meta,
                             keep_last=self._keep_last,
-                            keep_too=run.evaluator.kept_steps.union(run.last_good.kept),
+                            keep_too=self._keep_too,
                         )
                 except MovedError:
                     raise

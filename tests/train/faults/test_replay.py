@@ -11,27 +11,13 @@ import torch
 
 from megatrain.errors import ConfigError, HardwareError
 from megatrain.stream.engine import Engine
-from megatrain.train import spikes
 from megatrain.train.faults.replay import Replay, Verdict
 from megatrain.train.loop import train
 from megatrain.train.run import Run, prepare
-from megatrain.train.spikes import Spikes
 from tests.train.project import make_config, write_model_with_experts
 from tests.train.test_loop import assert_same_runs, rows_of, state_of
 
 NUM_CASES = 20
-
-
-@pytest.fixture
-def jump_at_5(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the fifth loss of a run be a jump, whatever it is."""
-    take = Spikes.take
-
-    def told(self: Spikes, loss: float) -> float | None:
-        take(self, loss)
-        return 1.5 if len(self.state()) == 5 else None
-
-    monkeypatch.setattr(spikes.Spikes, "take", told)
 
 
 class Faulty:
