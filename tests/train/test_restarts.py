@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,7 +148,10 @@ def test_options_that_do_not_go_with_it_are_refused(
 
 
 def test_killed_run_goes_on_by_itself_to_the_same_bits(tmp_path: Path) -> None:
-    """Whole processes: one is killed when it has saved its fourth step, and the next one goes on."""
+    """Whole processes: one is killed when it has saved its fourth step, and the next one goes on.
+
+    It may be in a later step by then: the fourth is saved behind those.
+    """
     (tmp_path / "whole").mkdir()
     train(make_config(tmp_path / "whole", log={"report": False}, train={"steps": 8}))
     config = make_config(tmp_path, log={"report": False}, train={"steps": 8})
@@ -172,5 +176,5 @@ def test_killed_run_goes_on_by_itself_to_the_same_bits(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "the run was killed (SIGKILL)" in ended.stderr
-    assert "after step 4; starting it again (3 starts left)" in ended.stderr
+    assert re.search(r"after step [4-7]; starting it again \(3 starts left\)", ended.stderr)
     assert_same_runs(tmp_path / "run", tmp_path / "whole/run")
