@@ -52,7 +52,8 @@ def run_steps(engine: Engine, optimizer: Any, steps: int = 2, num_micro_batches:
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> OwnClocks:
-    """Let only sleeping take time."""
+    """Let only sleeping take time, once the speed of products is known."""
+    measure_matmul_peak(torch.device("cpu"), torch.float32)
     return OwnClocks(monkeypatch)
 
 
@@ -254,7 +255,9 @@ def test_bound_is_what_is_slow(rates: dict[str, float], bound: str, clocks: OwnC
     if bound == "compute":
         for layer in engine.arrangement.layer_modules:
             layer.get_submodule("mlp").register_forward_pre_hook(lambda *_: time.sleep(0.1))
-    report = run_steps(engine, optimizer, 3, num_micro_batches=1)[-1]
+    reports = run_steps(engine, optimizer, 3, num_micro_batches=1)[1:]
+    # the updates of a step are in its own record, or in the next one's
+    report = max(reports, key=lambda each: each.bound_s)
     assert report.bound == bound
     assert report.bound_s > 0
     assert report.over_bound == report.seconds / report.bound_s
