@@ -12,35 +12,24 @@ failure lets every change go on at once, and is raised by `wait`.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import logging
 import mmap
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import xxhash
 
-from megatrain import files
-from megatrain.checkpoint.contents import Group, LargeFile, Lent, Part
-from megatrain.checkpoint.format import CHUNK_BYTES, FileEntry
-from megatrain.errors import os_errors
+from megatrain.checkpoint import format
+from megatrain.checkpoint.chunk_files import PAGE_BYTES, Chunk, Target, padded
+from megatrain.checkpoint.contents import Group, LargeFile, Lent
+from megatrain.checkpoint.format import FileEntry
+from megatrain.checkpoint.uncopied import LOOK_S, Uncopied
 
-_log = logging.getLogger(__name__)
-
-PAGE_BYTES = 4096
-"""Direct writes begin and end at multiples of this."""
 NUM_THREADS = 4
 """Threads that write, at most: as many writes are under way at once."""
-DIRECT_BYTES = 1 << 20
-"""Smaller files are written through the page cache, where direct writes save nothing."""
 
 
 class ChunkWriter:
@@ -49,17 +38,22 @@ class ChunkWriter:
     All memory that it needs is allocated when it is made.
     """
 
-    def __init__(self, buffer_bytes: int, planned: Sequence[LargeFile]) -> None:
+    def __init__(
+        self, buffer_bytes: int, planned: Sequence[LargeFile], uncopied: Uncopied | None = None
+    ) -> None:
         """Allocate the buffers, and start the threads.
 
         Args:
             buffer_bytes: The size of all buffers together; at least one chunk is taken, and no more than the
                 files have.
             planned: The files of a checkpoint.
+            uncopied: What tells other processes, which change blocks too, what they have to wait for; None:
+                there are none.
         """
+        self._uncopied = uncopied
         sizes = [file.num_bytes for file in planned]
-        self._buffer_bytes = min(CHUNK_BYTES, _padded(max(sizes, default=0)))
-        num_chunks = sum(-(-size // CHUNK_BYTES) for size in sizes)
+        self._buffer_bytes = min(format.CHUNK_BYTES, padded(max(sizes, default=0)))
+        num_chunks = sum(-(-size // format.CHUNK_BYTES) for size in sizes)
         self.num_buffers = max(1, min(num_chunks, buffer_bytes // max(1, self._buffer_bytes)))
         self._free = deque(
             mmap.mmap(-1, max(PAGE_BYTES, self._buffer_bytes)) for _ in range(self.num_buffers)
@@ -67,10 +61,10 @@ class ChunkWriter:
         for buffer in self._free:
             np.frombuffer(buffer, np.uint8).fill(0)  # its pages are taken now, not when memory is short
         self._changed = threading.Condition()
-        self._todo: deque[_Chunk] = deque()
-        self._filled: deque[tuple[_Chunk, mmap.mmap]] = deque()
-        self._by_block: dict[int, list[_Chunk]] = {}
-        self._targets: list[_Target] = []
+        self._todo: deque[Chunk] = deque()
+        self._filled: deque[tuple[Chunk, mmap.mmap]] = deque()
+        self._by_block: dict[int, list[Chunk]] = {}
+        self._targets: list[Target] = []
         self._num_open = 0
         self._error: BaseException | None = None
         self._is_closed = False
@@ -80,6 +74,9 @@ class ChunkWriter:
             threading.Thread(target=self._work, name=f"megatrain-save-{number}", daemon=True)
             for number in range(min(NUM_THREADS, self.num_buffers))
         ]
+        if uncopied is not None:
+            serve = threading.Thread(target=self._serve, args=(uncopied,), name="megatrain-save", daemon=True)
+            self._threads.append(serve)
         for thread in self._threads:
             thread.start()
 
@@ -106,17 +103,17 @@ class ChunkWriter:
             directory: The directory of the checkpoint.
             planned: The files.
             order: The blocks in the order in which they will change; those that it lacks come last.
-            apart: The blocks that this thread reads, before it returns.
+            apart: The blocks that this thread reads, by their numbers, before it returns.
 
         Raises:
             OutputError: A file cannot be made; nothing is being written.
         """
         assert not self._num_open, "the last checkpoint is still being written"
         lent: dict[Group, Lent] = {}
-        targets: list[_Target] = []
+        targets: list[Target] = []
         try:
             for file in planned:
-                targets.append(_Target(directory / file.name, file))
+                targets.append(Target(directory / file.name, file))
             self._begin(targets, lent, order, apart)
         except BaseException as error:  # maybe an interrupt: nobody is going to wait for what is begun
             self.fail(error)
@@ -132,7 +129,7 @@ class ChunkWriter:
 
     def _begin(
         self,
-        targets: list[_Target],
+        targets: list[Target],
         lent: dict[Group, Lent],
         order: Sequence[int],
         apart: Collection[int],
@@ -149,10 +146,11 @@ class ChunkWriter:
             for chunk in chunks:
                 for block in chunk.blocks:
                     self._by_block.setdefault(block, []).append(chunk)
+            if self._uncopied is not None:
+                self._uncopied.hold(self._by_block)
             self._changed.notify_all()
-        for block in dict.fromkeys(block for chunk in chunks for block in sorted(chunk.blocks)):
-            if block in apart:
-                self.before_change(block)
+        for block in sorted(apart):
+            self.before_change(block)
 
     def fail(self, error: BaseException) -> None:
         """Give up what is being written; `wait` raises the error, if none was raised before."""
@@ -217,10 +215,10 @@ class ChunkWriter:
 
     # -- chunks ---------------------------------------------------------------------------------------------
 
-    def _chunks(self) -> Iterator[_Chunk]:
+    def _chunks(self) -> Iterator[Chunk]:
         return (chunk for target in self._targets for chunk in target.all_chunks)
 
-    def _take(self, block: int) -> _Chunk | None:
+    def _take(self, block: int) -> Chunk | None:
         """Take a chunk of a block that nobody has taken."""
         with self._changed:
             for chunk in self._by_block.get(block, ()):
@@ -240,14 +238,14 @@ class ChunkWriter:
                 chunk.holder = None
             self._changed.notify_all()
 
-    def _put_back(self, chunk: _Chunk) -> None:
+    def _put_back(self, chunk: Chunk) -> None:
         with self._changed:
             chunk.is_taken, chunk.holder = False, None
             if self._error is None:
                 self._todo.appendleft(chunk)
             self._changed.notify_all()
 
-    def _free_buffer(self, chunk: _Chunk) -> mmap.mmap | None:
+    def _free_buffer(self, chunk: Chunk) -> mmap.mmap | None:
         """Wait for a buffer for a chunk; None, and nothing holds the chunk: writing was given up."""
         with self._changed:
             while not self._free and self._error is None:
@@ -258,7 +256,7 @@ class ChunkWriter:
             self._changed.notify_all()
             return None
 
-    def _next(self) -> tuple[_Chunk, mmap.mmap, bool] | None:
+    def _next(self) -> tuple[Chunk, mmap.mmap, bool] | None:
         """Wait for a chunk to write, with its buffer and whether that is filled; None: it is all over."""
         with self._changed:
             while True:
@@ -282,7 +280,19 @@ class ChunkWriter:
                 self._write(chunk, buffer)
             del found, chunk, buffer  # an idle thread must not keep the last chunk's tensors alive
 
-    def _fill(self, chunk: _Chunk, buffer: mmap.mmap, *, is_urgent: bool = False) -> bool:
+    def _serve(self, uncopied: Uncopied) -> None:
+        """Copy first what other processes wait for."""
+        while True:
+            with self._changed:
+                while not self._by_block and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+            for block in uncopied.wanted():
+                self.before_change(block)
+            time.sleep(LOOK_S)
+
+    def _fill(self, chunk: Chunk, buffer: mmap.mmap, *, is_urgent: bool = False) -> bool:
         """Copy a chunk's bytes, and let its blocks change; what is urgent is left for a thread to write."""
         try:
             chunk.copy_into(np.frombuffer(buffer, np.uint8))
@@ -300,12 +310,14 @@ class ChunkWriter:
                     left.remove(chunk)
                 if not left:
                     del self._by_block[block]
+                    if self._uncopied is not None:
+                        self._uncopied.let_go(block)
             if is_urgent:
                 self._filled.append((chunk, buffer))
             self._changed.notify_all()
         return True
 
-    def _write(self, chunk: _Chunk, buffer: mmap.mmap) -> None:
+    def _write(self, chunk: Chunk, buffer: mmap.mmap) -> None:
         try:
             if self._error is None:
                 chunk.write(buffer)
@@ -318,7 +330,7 @@ class ChunkWriter:
             self._num_open -= 1
             self._changed.notify_all()
 
-    def _fail(self, error: BaseException, chunk: _Chunk, buffer: mmap.mmap) -> None:
+    def _fail(self, error: BaseException, chunk: Chunk, buffer: mmap.mmap) -> None:
         with self._changed:
             chunk.holder = None
             self._free.append(buffer)
@@ -332,163 +344,6 @@ class ChunkWriter:
         self._filled.clear()
         self._todo.clear()
         self._by_block.clear()
+        if self._uncopied is not None:
+            self._uncopied.let_all_go()
         self._changed.notify_all()
-
-
-class _Target:
-    """One file that is being written."""
-
-    def __init__(self, path: Path, file: LargeFile) -> None:
-        self.path, self.file = path, file
-        self.all_chunks: list[_Chunk] = []
-        self._digests = [""] * -(-file.num_bytes // CHUNK_BYTES)
-        self.num_left = len(self._digests)
-        self._lock = threading.Lock()
-        files.make_directories(path.parent)
-        with os_errors("write", path):
-            self._descriptor: int | None = files.system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                self.is_direct = file.num_bytes >= DIRECT_BYTES and _make_direct(self._descriptor, path)
-            except BaseException:
-                self.abandon()
-                raise
-
-    def chunks(self, lent: dict[Group, Lent]) -> list[_Chunk]:
-        """Cut the file; `lent` has the groups met so far, of all files."""
-        self.all_chunks = [
-            _Chunk(self, number, self.file.parts(start, min(start + CHUNK_BYTES, self.file.num_bytes)), lent)
-            for number, start in enumerate(range(0, self.file.num_bytes, CHUNK_BYTES))
-        ]
-        return self.all_chunks
-
-    def write(self, number: int, data: memoryview, digest: str) -> None:
-        """Write a chunk; the last one makes the file durable."""
-        assert self._descriptor is not None
-        with os_errors("write", self.path):
-            _write_at(self._descriptor, data, number * CHUNK_BYTES, self.path, is_direct=self.is_direct)
-        with self._lock:
-            self._digests[number] = digest
-            self.num_left -= 1
-            is_last = not self.num_left
-        if is_last:
-            self.end()
-
-    def end(self) -> None:
-        """Cut what was padded, make the file durable, and close it."""
-        assert self._descriptor is not None
-        with os_errors("write", self.path):
-            if self.is_direct and self.file.num_bytes % PAGE_BYTES:
-                files.system.truncate(self._descriptor, self.file.num_bytes)
-            files.system.fsync(self._descriptor)
-            descriptor, self._descriptor = self._descriptor, None
-            files.system.close(descriptor)
-
-    def abandon(self) -> None:
-        """Close the file as it is, and give back what was lent for it."""
-        if self._descriptor is not None:
-            with suppress(OSError):
-                files.system.close(self._descriptor)
-            self._descriptor = None
-        for chunk in self.all_chunks:
-            chunk.give_back()
-
-    def entry(self) -> FileEntry:
-        """Return what the manifest says of the file."""
-        return FileEntry(name=self.file.name, num_bytes=self.file.num_bytes, digests=tuple(self._digests))
-
-
-class _Chunk:
-    """One chunk of a file: what is copied into it, and which blocks must not change before."""
-
-    def __init__(self, target: _Target, number: int, parts: Iterable[Part], lent: dict[Group, Lent]) -> None:
-        self._target, self._number = target, number
-        self._parts = tuple(parts)
-        self._lent = [lent.setdefault(part.place.group, Lent(part.place.group)) for part in self._parts]
-        for each in self._lent:
-            each.add()
-        self.blocks = frozenset().union(*(part.place.group.blocks for part in self._parts))
-        self.is_taken = False
-        """A thread copies it, or has copied it."""
-        self.holder: int | None = None
-        """The thread that copies or writes it at this moment, or has copied it for another one to write."""
-        start = number * CHUNK_BYTES
-        self._num_bytes = min(CHUNK_BYTES, target.file.num_bytes - start)
-        self._header = target.file.header[start : start + CHUNK_BYTES]
-
-    def copy_into(self, buffer: Any) -> None:
-        """Copy its bytes to the beginning of a buffer."""
-        buffer[: len(self._header)] = np.frombuffer(self._header, np.uint8)
-        for part, lent in zip(self._parts, self._lent, strict=True):
-            buffer[part.at : part.at + part.stop - part.start] = lent.bytes_of(part)
-            lent.done()
-        self._lent = []
-        buffer[self._num_bytes : _padded(self._num_bytes)] = 0
-
-    def give_back(self) -> None:
-        """Let go of what was lent for it, if it was not copied."""
-        for each in self._lent:
-            with suppress(Exception):  # the save has failed already, and says why
-                each.close()
-        self._lent = []
-
-    def write(self, buffer: mmap.mmap) -> None:
-        """Sum up and write what a buffer holds."""
-        whole = memoryview(buffer)
-        data = whole[: self._num_bytes]
-        digest = xxhash.xxh3_128_hexdigest(data)
-        padded = _padded(self._num_bytes) if self._target.is_direct else self._num_bytes
-        self._target.write(self._number, whole[:padded], digest)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-def _make_direct(descriptor: int, path: Path) -> bool:
-    """Let writes go past the page cache; where the file system cannot do that, say so."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    try:
-        _set_direct(descriptor, is_direct=True)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        _say_indirect(path)
-        return False
-    return True
-
-
-def _set_direct(descriptor: int, *, is_direct: bool) -> None:
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    flags = flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int, path: Path, *, is_direct: bool) -> None:
-    """Write all of `data` at a place of a file; direct writes go on at whole pages after a short one."""
-    while len(data):
-        try:
-            num_bytes = files.system.write_at(descriptor, data, offset)
-        except OSError as error:
-            if not is_direct or error.errno != errno.EINVAL:
-                raise
-            _say_indirect(path)  # some file systems refuse only now
-            num_bytes = 0
-        if is_direct and num_bytes < len(data):
-            num_bytes -= num_bytes % PAGE_BYTES
-            if not num_bytes:  # the next write, past no cache, says what is wrong
-                _set_direct(descriptor, is_direct=False)
-                is_direct = False
-        data = data[num_bytes:]
-        offset += num_bytes
-
-
-_told: set[Path] = set()
-
-
-def _say_indirect(path: Path) -> None:
-    """Name the file system that takes no direct writes, once for each run's directory."""
-    root = path.parent.parent
-    if root not in _told:
-        _told.add(root)
-        _log.info("the file system of %s takes no direct writes; checkpoints pass the page cache", root)

@@ -26,6 +26,9 @@ class Unwatched:
         """Keep nobody waiting."""
         return nullcontext()
 
+    def look(self) -> None:
+        """Miss nobody."""
+
     def waited_s(self) -> list[float]:
         """Return nothing: this process waits for nobody."""
         return []

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain import files
-from megatrain.checkpoint import background, format, load
+from megatrain.checkpoint import chunk_files, format, load
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.contents import Group, LargeFile, Lent
 from megatrain.checkpoint.save import save
@@ -34,7 +34,6 @@ CHUNK = 8192
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(format, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(background, "CHUNK_BYTES", CHUNK)
 
 
 class State:
@@ -270,7 +269,7 @@ def test_short_writes_and_refused_direct_writes_end_in_the_same_bytes(
                 raise OSError(errno.EINVAL, "not direct")
             return super().write_at(descriptor, data[: max(1, len(data) // 3)], offset)
 
-    monkeypatch.setattr(background, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(chunk_files, "DIRECT_BYTES", 1)
     monkeypatch.setattr(files, "system", Short())
     with saver(tmp_path / "own", state, 3 * CHUNK) as own:
         own.begin(wanted(state), ())

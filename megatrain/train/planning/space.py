@@ -191,7 +191,7 @@ def space_of(
         drives = request.spec.drives
         nbytes = checkpoint_bytes(request.anatomy, request.optimizer)
         wait_s = nbytes / COMMON_RATE
-        if config.checkpoint.background and request.batch.num_ranks == 1:
+        if config.checkpoint.background and request.batch.num_nodes == 1:
             wait_s = planned_wait(
                 step_s=step_s,
                 nbytes=nbytes,

@@ -9,7 +9,7 @@ counters, the schedule, the data position and the random generators.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,17 @@ def lend_state(engine: Engine) -> None:
     for number in trained_blocks(engine.host):
         with engine.host.borrow(number):
             pass
+
+
+def lend_away(engine: Engine, but: Collection[int] = ()) -> None:
+    """Lend the state that is on this rank's device alone to the first rank, which reads it block by block.
+
+    That one calls this too if a save has failed, for the blocks `but` those that it has read.
+    """
+    for number in engine.host.on_device.held:
+        if engine.host.layouts[number].num_state and number not in but:
+            with engine.host.borrow(number):
+                pass
 
 
 def trained_blocks(host: HostState) -> list[int]:

@@ -65,6 +65,8 @@ class Contents:
             or host.on_device.holds(number)
         )
         """The blocks of which something is not in RAM: one thread reads these, before the next step."""
+        self.read: set[int] = set()
+        """The blocks whose state was read, or begun to be, since `take`."""
         self._reader = WeightReader(host)
         self._plan = None
         if base is None:
@@ -76,6 +78,7 @@ class Contents:
         """Keep what changes outside of blocks as it is now; return what writes the small files."""
         model = self._engine.model
         self._reader = WeightReader(self._engine.host)
+        self.read.clear()
         if self._plan is None:
             assert self._base is not None
             small = {CONFIG_NAME: adapter_config(model, self._base)}
@@ -195,5 +198,6 @@ class Contents:
 
     @contextmanager
     def _state(self, number: int) -> Iterator[Mapping[str, Tensor]]:
+        self.read.add(number)
         with self._engine.host.borrow(number) as block:
             yield block.optimizer_tensors()

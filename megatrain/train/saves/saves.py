@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.save import LeftOverError, save
 from megatrain.checkpoint.saver import Saver, Wanted
+from megatrain.checkpoint.uncopied import Uncopied, nbytes_of
 from megatrain.errors import HardwareError, MegatrainError, OutputError
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.train.adapters import base_of
 from megatrain.train.planning.save_interval import SaveInterval
 from megatrain.train.records.directory import MovedError, RunDirectory
-from megatrain.train.resume.state import lend_state
+from megatrain.train.resume.state import lend_away, lend_state
 from megatrain.train.run import Run
 from megatrain.train.saves.contents import Contents
 
@@ -51,6 +53,10 @@ class Saves:
 
     A save that fails is told, and the run goes on: the state is whole, and the next save may find room. Only
     the last one must succeed.
+
+    Of several ranks, all call every method. The first one writes, of the memory that those of its node share,
+    and the others wait before they change what it has not copied. Several nodes stop for a save: each has a
+    part of the state.
     """
 
     def __init__(self, run: Run, directory: RunDirectory, newest: Path | None = None) -> None:
@@ -67,10 +73,16 @@ class Saves:
         self._saver: Saver | None = None
         settings = run.config.checkpoint
         self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch)
-        if settings.background and run.ranks.size == 1:
+        self._is_background = settings.background and run.ranks.num_nodes == 1
+        self._uncopied: Uncopied | None = None
+        if self._is_background and run.ranks.size > 1:
+            num_blocks, size = len(run.engine.host.layouts), run.ranks.size
+            memory = run.ranks.shared_memory(nbytes_of(num_blocks, size))
+            self._uncopied = Uncopied(num_blocks, memory, run.ranks.rank, size, run.ranks.watch.look)
+        if self._is_background and run.ranks.rank == 0:
             self._contents = self._make_contents()
             left = run.engine.host.bytes_left // 2  # of what the plan leaves
-            writer = ChunkWriter(min(settings.buffer, left), self._contents.files)
+            writer = ChunkWriter(min(settings.buffer, left), self._contents.files, self._uncopied)
             self._saver = Saver(directory.checkpoints, writer)
 
     def _make_contents(self) -> Contents:
@@ -80,8 +92,11 @@ class Saves:
         return Contents(run.engine, run.tokenizer, base=base, processor=run.processor)
 
     def __enter__(self) -> Saves:
+        guard = self._run.engine.arrangement.guard
         if self._saver is not None:
-            self._run.engine.arrangement.guard.hold(self._saver.writer.before_change)
+            guard.hold(self._saver.writer.before_change)
+        elif self._uncopied is not None:
+            guard.hold(self._uncopied.wait)
         return self
 
     def __exit__(
@@ -90,8 +105,15 @@ class Saves:
         """Finish what was begun; on an interrupt only if that takes less than `GRACE_S`.
 
         What is begun when a value is found to have changed by itself is given up: it may hold that value.
+        Of several ranks that end in an error, the first one does this by itself.
         """
+        guard = self._run.engine.arrangement.guard
         if self._saver is None:
+            try:
+                if error is None:
+                    self._finish()
+            finally:
+                guard.hold(None)
             return
         try:
             if self._begun is not None:
@@ -99,7 +121,7 @@ class Saves:
                 is_changed = isinstance(self._run.engine.arrangement.integrity.cause, HardwareError)
                 if error is not None and (is_interrupt or is_changed):
                     self._saver.writer.fail(_GivenUpError())
-                self._finish()
+                self._finish(by_itself=error is not None)
         except Exception as failed:
             if error is None:
                 raise
@@ -109,7 +131,7 @@ class Saves:
             raise
         finally:
             self._saver.close()
-            self._run.engine.arrangement.guard.hold(None)
+            guard.hold(None)
 
     def is_due(self) -> bool:
         """Return whether the newest step is to be saved; all ranks call it."""
@@ -124,37 +146,31 @@ class Saves:
         Raises:
             MovedError: The run's directory is another one now, and the state is saved there.
         """
-        if self._saver is None:
+        if not self._is_background:
             self._save_now()
             return
         self._finish()
-        if not self._directory.is_in_place():
+        run = self._run
+        if not run.ranks.tell(run.ranks.rank > 0 or self._directory.is_in_place()):
             self._save_now()  # where it is now, or anew, and the run ends
             return
-        run = self._run
         begun = self._start()
-        wanted = Wanted(
-            step=run.step,
-            meta=run.meta(),  # waits for updates in the background
-            files=self._contents.files,
-            write_rest=self._contents.take(),
-            write_first=self._contents.write_tokenizer,
-            keep_last=self._keep_last,
-            keep_too=self._keep_too,
-        )
-        try:
-            with self._directory.found():
-                self._saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
-        except OutputError as error:
-            self._failed(begun, error)
-        else:
+        meta = run.meta()  # waits for updates in the background
+        error: OutputError | None = None
+        with run.moving(f"reading step {run.step} for its checkpoint"):
+            if self._saver is None:
+                lend_away(run.engine)
+            else:
+                error = self._begin(self._saver, meta)
+            reason = run.ranks.tell(None if error is None else str(error))
+        if reason is None:
             self._begun = replace(begun, stopped_s=time.monotonic() - begun.began_s)
-        finally:
-            self._contents.let_go()
+        else:
+            self._failed(begun, error or OutputError(reason))
 
     def tell(self) -> None:
         """Tell of a checkpoint that has become whole since, or could not be written."""
-        if self._saver is not None and self._saver.is_done:
+        if self._begun is not None and self._run.ranks.tell(self._saver is not None and self._saver.is_done):
             self._finish()
 
     def last(self) -> Path:
@@ -164,7 +180,7 @@ class Saves:
             OutputError: It cannot be written.
         """
         self._finish()
-        if self._saver is not None and not self._is_saved:
+        if self._is_background and not self._is_saved:
             self.begin()
             self._finish()
         if not self._is_saved:
@@ -251,31 +267,73 @@ class Saves:
         self._done(begun, Path(saved), time.monotonic() - begun.began_s)
         return None
 
-    def _finish(self) -> None:
-        """Wait for what is being written, and tell of it."""
-        if self._saver is None or self._begun is None:
-            return
-        begun, began_s = self._begun, time.monotonic()
-        path: Path | None = None
-        failed: BaseException | None = None
+    def _begin(self, saver: Saver, meta: dict[str, Any]) -> OutputError | None:
+        """Begin to save the newest step, and return what has kept that from being begun."""
+        run = self._run
+        wanted = Wanted(
+            step=run.step,
+            meta=meta,
+            files=self._contents.files,
+            write_rest=self._contents.take(),
+            write_first=self._contents.write_tokenizer,
+            keep_last=self._keep_last,
+            keep_too=self._keep_too,
+        )
+        failed = None
         try:
-            path = self._saver.result()
-        except LeftOverError as left:
-            path = left.path
-            _log.warning("%s", left)
-        except (MegatrainError, _GivenUpError) as error:
+            with self._directory.found():
+                saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
+        except OutputError as error:
             failed = error
         finally:
-            if not self._saver.is_saving:
-                self._begun = None
-        if path is None:
-            assert failed is not None
-            self._failed(begun, failed)
+            self._contents.let_go()
+        if run.ranks.size > 1:  # the others lend all, and a disk may have been full before all was read
+            lend_away(run.engine, but=self._contents.read)
+        return failed
+
+    def _finish(self, *, by_itself: bool = False) -> None:
+        """Wait for what is being written, and tell of it.
+
+        Args:
+            by_itself: Whether the other ranks do not come here.
+        """
+        if self._begun is None:
+            return
+        begun, began_s = self._begun, time.monotonic()
+        ended = None if self._saver is None else self._result(self._saver)
+        self._begun = None
+        path, failed = (None, None) if ended is None else ended
+        said: list[Any] = [
+            None if path is None else str(path),
+            str(failed),
+            isinstance(failed, _GivenUpError),
+        ]
+        waited_s = 0.0 if self._saver is None else self._saver.writer.waited_s
+        found, reason, is_given_up = said if by_itself else self._run.ranks.tell(said)
+        if is_given_up:
+            self._run.last_good.lose(begun.step)
+            return
+        if found is None:
+            self._failed(begun, failed or OutputError(reason))
             return
         late_s = time.monotonic() - began_s  # the disk has not kept up with the run
-        self._done(begun, path, begun.stopped_s + self._saver.writer.waited_s + late_s)
+        self._done(begun, Path(found), begun.stopped_s + waited_s + late_s, by_itself=by_itself)
 
-    def _done(self, begun: _Begun, path: Path, waited_s: float) -> None:
+    def _result(self, saver: Saver) -> tuple[Path | None, BaseException | None]:
+        """Wait for what is being written; return its directory, or what has kept it from being whole."""
+        try:
+            return saver.result(), None
+        except LeftOverError as left:
+            _log.warning("%s", left)
+            return left.path, None
+        except (MegatrainError, _GivenUpError) as error:
+            return None, error
+        except BaseException:
+            if not saver.is_saving:
+                self._begun = None
+            raise
+
+    def _done(self, begun: _Begun, path: Path, waited_s: float, *, by_itself: bool = False) -> None:
         run = self._run
         self._newest = begun.step, path
         run.save_s = time.monotonic() - begun.began_s
@@ -283,6 +341,8 @@ class Saves:
         run.tell_of(begun.step, "checkpoint", seconds=round(run.save_s, 3), waited_s=round(waited_s, 3))
         if run.ranks.rank == 0:
             run.experts.write(self._directory.experts)
+        if by_itself and run.ranks.size > 1:
+            return  # callbacks of all ranks are called together
         if begun.is_best:
             run.callbacks.best(run.evaluator.best_tracker.best_loss, begun.step, str(path))
         run.callbacks.at(begun.step, tokens=begun.tokens)
@@ -292,8 +352,6 @@ class Saves:
     def _failed(self, begun: _Begun, error: BaseException) -> None:
         run = self._run
         run.last_good.lose(begun.step)
-        if isinstance(error, _GivenUpError):
-            return
         run.tell_of(begun.step, "unsaved", reason=str(error))
         if run.ranks.rank == 0:
             _log.warning(

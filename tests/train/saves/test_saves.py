@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatrain import files
-from megatrain.checkpoint import background, format
+from megatrain.checkpoint import format
 from megatrain.checkpoint.load import find, verify
 from megatrain.checkpoint.saver import Saver
 from megatrain.errors import OutputError
@@ -51,8 +51,7 @@ class Slow(files.FileCalls):
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (format, background):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(format, "CHUNK_BYTES", 4096)
 
 
 def settings(name: str, tmp_path: Path) -> dict[str, Any]:
