@@ -199,12 +199,10 @@ def train(
         _print_own_plan(raw, source, config, place)
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     again = [*["--debug"] * _debug, "train", *(arguments or []), *overrides, *["--verbose"] * verbose]
-    if restarts is not None:
-        raise typer.Exit(
-            start_again(config, again, restarts, {"--dry-run": dry_run, "--ranks": (ranks or 1) > 1})
-        )
     if ranks is not None and ranks > 1:
-        raise typer.Exit(start_ranks(config, ranks, again, dry_run=dry_run))
+        raise typer.Exit(start_ranks(config, ranks, again, dry_run=dry_run, restarts=restarts or 0))
+    if restarts is not None:
+        raise typer.Exit(start_again(config, again, restarts, {"--dry-run": dry_run}))
     with showing("train") as doing:
         doing.at_once("loading torch and transformers")
         if dry_run:

@@ -27,7 +27,9 @@ def leave_out_stacks() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run: bool) -> int:
+def start_ranks(
+    config: Config, ranks: int, arguments: Sequence[str], *, dry_run: bool, restarts: int = 0
+) -> int:
     """Run the same command once per rank, and return the exit code of all.
 
     Args:
@@ -35,9 +37,10 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
         ranks: The number of ranks.
         arguments: The arguments of the command line, without the number of ranks.
         dry_run: Whether the command only tries the run out.
+        restarts: The number of times that all ranks are started again, at most, before fewer go on.
 
     Raises:
-        ConfigError: This machine cannot run so many ranks.
+        ConfigError: This machine cannot run so many ranks, or the number of restarts is negative.
         MegatrainError: `check_start` raises it.
     """
     leave_out_stacks()
@@ -47,6 +50,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
     from megatrain.distributed.launch import Ended, run_ranks
     from megatrain.hardware.accelerators import check_count
     from megatrain.hardware.cores import allowed_cpus
+    from megatrain.train.commands.restarts import Restarts
     from megatrain.train.records.directory import RunDirectory
     from megatrain.train.records.events import record_ranks
     from megatrain.train.report.page import leave_report
@@ -59,6 +63,7 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
         )
     if dry_run:
         raise ConfigError("--dry-run tries out one rank; leave --ranks away")
+    _require_count(restarts)
     require_power_of_two(ranks, f"--ranks is {ranks}")
     kind = check_count(config.train.device, ranks)
     sequence = config.parallel.sequence
@@ -68,7 +73,10 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
         _log.warning("%d ranks take turns on %d cores; more than one for each is slower", ranks, cores)
     directory = RunDirectory(Path(config.out))
 
+    policy = Restarts(directory, restarts)
+
     def again() -> list[str]:
+        policy.begin()
         if next(iter(find(directory.checkpoints)), None) is not None:
             return replace_settings(arguments, {"checkpoint.resume": "auto"})
         if config.checkpoint.resume not in ("auto", "no"):
@@ -83,13 +91,14 @@ def start_ranks(config: Config, ranks: int, arguments: Sequence[str], *, dry_run
             return
         reason = ended.reason
         if reason is not None:
-            how = "the same command goes on" if not num_left else f"going on with {num_left} of the ranks"
+            how = "the same command goes on" if not num_left else f"going on with {num_left} ranks"
             _log.warning("%s; %s from the newest checkpoint", reason.partition(". ")[0], how)
         record_ranks(directory, ended.codes, ended.sentences, num_left)
         if not num_left and config.log.report and directory.is_run:
             leave_report(directory)  # a report by the first rank does not know how it ended
 
-    return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell)
+    restarting = policy.wants if restarts else lambda code: False
+    return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell, restarts=restarting)
 
 
 def start_again(config: Config, arguments: Sequence[str], restarts: int, others: Mapping[str, bool]) -> int:
@@ -109,15 +118,13 @@ def start_again(config: Config, arguments: Sequence[str], restarts: int, others:
     from megatrain.train.commands.restarts import command_of, run_again
     from megatrain.train.records.directory import RunDirectory
 
-    if restarts < 0:
-        raise ConfigError(f"--restarts is {restarts}; give 0 or more")
+    _require_count(restarts)
     if excluded := [name for name, is_given in others.items() if is_given]:
         raise ConfigError(
-            f"--restarts starts one process again and does not go with {excluded[0]} (ranks go on with those "
-            "that are left); leave one of them away"
+            f"--restarts starts a run again and does not go with {excluded[0]}; leave one of them away"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--restarts is for one process; torchrun has --max-restarts of its own")
+        raise ConfigError("--restarts starts processes itself; torchrun has --max-restarts of its own")
     directory = RunDirectory(Path(config.out))
     is_first = True
 
@@ -130,6 +137,11 @@ def start_again(config: Config, arguments: Sequence[str], restarts: int, others:
         return command_of(replace_settings(arguments, {"checkpoint.resume": "auto"}))
 
     return run_again(command, directory, restarts=restarts)
+
+
+def _require_count(restarts: int) -> None:
+    if restarts < 0:
+        raise ConfigError(f"--restarts is {restarts}; give 0 or more")
 
 
 def join_ranks(config: Config, progress: Callable[[str], object]) -> Ranks | Alone:

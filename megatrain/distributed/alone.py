@@ -18,6 +18,7 @@ class Unwatched:
     """The `Watch` of a process that nobody waits for."""
 
     last_words: Callable[[str], object] | None = None
+    at_end: Callable[[], str | None] | None = None
 
     def doing(self, what: str, *, prepares: bool = False) -> None:
         """Tell nobody."""
@@ -28,6 +29,13 @@ class Unwatched:
 
     def look(self) -> None:
         """Miss nobody."""
+
+    def finishing(self, progress: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+        """Miss nobody at the end either."""
+        return nullcontext()
+
+    def ends(self, error: Exception) -> None:
+        """Tell nobody."""
 
     def waited_s(self) -> list[float]:
         """Return nothing: this process waits for nobody."""

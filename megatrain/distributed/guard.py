@@ -90,9 +90,13 @@ class Moves:
         self._used_s = time.clock_gettime(self._cpu_clock)
         self._moved_s = clock.now()
 
+    def used_s(self) -> float:
+        """Return the CPU time that it has used."""
+        return time.clock_gettime(self._cpu_clock)
+
     def idle_s(self) -> float:
         """Return for how long it has not moved."""
-        used_s, now = time.clock_gettime(self._cpu_clock), self._clock.now()
+        used_s, now = self.used_s(), self._clock.now()
         if used_s > self._used_s:
             self._used_s, self._moved_s = used_s, now
         return now - self._moved_s

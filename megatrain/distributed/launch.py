@@ -58,6 +58,13 @@ class Ended:
         return None
 
     @property
+    def first_code(self) -> int:
+        """What the run has ended with, as far as another start goes; negative: the signal of a kill."""
+        if self.own_code is not None:
+            return self.own_code
+        return next((code for code in self.codes.values() if code < 0), self.exit_code)
+
+    @property
     def exit_code(self) -> int:
         """The exit code of the command: that of the first rank that has one of its own."""
         if not self.codes:
@@ -77,11 +84,13 @@ def run_ranks(
     least: int = 1,
     again: Callable[[], Sequence[str]],
     tell: Callable[[Ended, int], object],
+    restarts: Callable[[int], bool] = lambda code: False,
 ) -> int:
     """Run `megatrain` with these arguments once per rank, and return one exit code.
 
     Where a rank was killed, stopped or hung, the same run goes on from its newest checkpoint, to the same
-    bits, with the largest number of ranks that is left and shares out the step's runs. The first signal of
+    bits, with the largest number of ranks that is left and shares out the step's runs; or with as many as
+    before, where `restarts` wants that. The first signal of
     `stop_signals` lets the ranks finish their step and save, or ends them if they do not train yet; a second
     one ends them at once. After either nothing goes on.
 
@@ -91,14 +100,17 @@ def run_ranks(
         least: So many take part in every micro-batch: fewer cannot run.
         again: The function that returns the arguments with which the run goes on.
         tell: The function that is told how ranks have ended, and how many go on: 0, if none do.
+        restarts: The function that is asked whether all are started again, with `Ended.first_code`.
     """
     with _stopping() as stop:
         while True:
             ended = replace(_launch(num_ranks, arguments, stop), signal=stop.number)
             if not ended.codes:
                 return 0
-            goes_on = num_ranks > least and ended.reason is not None
-            num_ranks = num_ranks // 2 if goes_on else 0
+            goes_on = ended.signal is None and restarts(ended.first_code)
+            if not goes_on:
+                goes_on = num_ranks > least and ended.reason is not None
+                num_ranks = num_ranks // 2 if goes_on else 0
             tell(ended, num_ranks)
             if not goes_on:
                 return ended.exit_code

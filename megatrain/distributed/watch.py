@@ -65,6 +65,9 @@ class Watch:
 
     last_words: Callable[[str], object] | None = None
     """Is told why, where a thread has to end the process."""
+    at_end: Callable[[], str | None] | None = None
+    """Does what is left to do before a thread ends the process, and returns what is to be said of it. None:
+    another thread does it, and the process goes on for that."""
     is_first_here = True
     """This rank says what those of its machine find out each by itself."""
 
@@ -93,6 +96,8 @@ class Watch:
         self._looked_s = self._clock.now()
         self._lost: str | None = None
         self._lost_s = 0.0
+        self._finishing: Callable[[], object] | None = None
+        self._finished: object = None
         self._losing = threading.Lock()
         self._is_first = False
         self._is_said = False
@@ -158,6 +163,28 @@ class Watch:
             yield
         finally:
             self._moves, self._is_preparing = None, is_preparing
+
+    @contextmanager
+    def finishing(self, progress: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Do the last work of this process though a rank is missing, as long as it goes on.
+
+        Args:
+            progress: The function whose value changes as it goes on, beside the CPU time of this thread.
+        """
+        moves, before = Moves(self._clock), self._finishing
+        self._finishing = lambda: (progress(), moves.used_s())
+        self._lost_s = self._clock.now()
+        try:
+            yield
+        finally:
+            self._lost_s, self._finishing = self._clock.now(), before
+
+    def ends(self, error: Exception) -> None:
+        """Let the others know at once of the error that this rank is going to end with."""
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(ended(self._rank), str(as_ours(error) or error) or type(error).__name__)
+            (own,) = self._read([self._rank]).values()
+            self._agree(self._ending(self._rank, own))
 
     @property
     def is_lost(self) -> bool:
@@ -250,8 +277,17 @@ class Watch:
                 f"{AGAIN}",
                 is_first=self.is_first_here,
             )
-        if self._lost is not None and self._clock.now() - self._lost_s > _GRACE_S:
-            self._end(self._lost)
+        if self._lost is None:
+            return
+        grace_s, finishing = _GRACE_S, self._finishing
+        if finishing is not None:
+            grace_s = max(self._timeout_s, _GRACE_S)
+            if (progress := finishing()) != self._finished:
+                self._finished, self._lost_s = progress, self._clock.now()
+        if self._clock.now() - self._lost_s > grace_s:
+            said = self.at_end() if self.at_end is not None and finishing is None else ""
+            if said is not None:
+                self._end(f"{self._lost} {said}".strip())
 
     def _end(self, lost: str) -> None:
         """End the process, whose main thread is at work or hangs; its files are whole at any time."""

@@ -18,6 +18,7 @@ from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.faults.recovery import check_divergence, resume_point_told
 from megatrain.train.faults.rescue import rescued
+from megatrain.train.faults.together import Ending, ending_of, late_ranks_ended, saved_together
 from megatrain.train.faults.watching import begin_watch, end_watch
 from megatrain.train.hang import hangs_ended
 from megatrain.train.outputs.export import best_step, export_model, find_best
@@ -109,12 +110,14 @@ def train(
             )
         tracker.restore(ranks.tell(tracker.state()))
         is_saved = start["is_own"] and point.saved is not None and point.saved["step"] == run.step
-        is_done = False
+        is_done, ending = False, ending_of(ranks)
+        together = None if ending is None else partial(saved_together, run, directory, ending)
         with recorded(run, directory), resume_point_told(run, directory), ExitStack() as signals:
             stop = signals.enter_context(stop_flag(ranks, partial(what_follows, run)))
             try:
-                with rescued(run, directory):
-                    final = _train_until_done(run, directory, stop, point.checkpoint if is_saved else None)
+                with rescued(run, directory, together):
+                    saved = point.checkpoint if is_saved else None
+                    final = _train_until_done(run, directory, stop, saved, ending)
                 best = best_step({"evaluation": tracker.state()}, loads_best=config.eval.load_best)
                 if is_first:
                     signals.close()  # an export may be interrupted
@@ -220,8 +223,17 @@ def _shown(run: Run, directory: RunDirectory) -> Iterator[Callable[[StepMetrics,
             run.within = None
 
 
-def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, saved: Path | None) -> Path:
-    """Take the remaining steps and save; `saved` is this run's checkpoint of its current step, if any.
+def _train_until_done(
+    run: Run, directory: RunDirectory, stop: threading.Event, saved: Path | None, ending: Ending | None
+) -> Path:
+    """Take the remaining steps and save.
+
+    Args:
+        run: The run.
+        directory: Its directory.
+        stop: What a signal sets.
+        saved: This run's checkpoint of its current step, if there is one.
+        ending: What several ranks of a node need to end together.
 
     Returns:
         The checkpoint of the last step.
@@ -237,6 +249,7 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
         _shown(run, directory) as show,
         Saves(run, directory, saved) as saves,
         hangs_ended(run, directory, saves),
+        late_ranks_ended(run, directory, saves, ending),
     ):
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:

@@ -125,7 +125,7 @@ class Run:
     within: WithinStep | None = None
     """What looks at the step that is going on; None between runs of steps, and on ranks after the first."""
     beginnings: deque[Beginning] = field(default_factory=lambda: deque(maxlen=2))
-    """The beginnings of the newest two steps of a run of one rank, until its end."""
+    """The beginnings of the newest two steps, until the run's end."""
     hang_watch: HangWatch | None = None
     """What ends the process if a step hangs; None: nothing does."""
     save_s: float | None = None
@@ -167,9 +167,8 @@ class Run:
 
     def begin_step(self) -> None:
         """Note where the run is, since a step that fails has drawn data and random numbers."""
-        if self.ranks.size == 1:
-            num_issued = self.engine.arrangement.integrity.num_issued
-            self.beginnings.append(Beginning(num_issued, self._position()))
+        num_issued = self.engine.arrangement.integrity.num_issued
+        self.beginnings.append(Beginning(num_issued, self._position()))
 
     def end_update(self, num_targets: int) -> None:
         """Count a step whose update is issued; from now on the run is behind it."""

@@ -55,6 +55,7 @@ class Starts:
         ([(3, "sys.exit(3)"), (4, "sys.exit(0)")], 0, 2),  # memory ran out in the fourth step
         ([(0, "sys.exit(3)")], 3, 1),  # it does not fit
         *([([(3, f"sys.exit({code})")], code, 1) for code in (2, 4, 5, 9, 75)]),
+        ([(3, "sys.exit(7)"), (4, "sys.exit(0)")], 0, 2),  # a rank was lost
         ([(3, KILL), (3, KILL)], 137, 2),
         ([(3, KILL), (4, KILL), (3, CRASH)], 139, 3),
         ([(3, "sys.exit(1)")] * 2, 1, 2),
@@ -131,16 +132,14 @@ def test_options_that_do_not_go_with_it_are_refused(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(make_config(tmp_path).model_dump(mode="json")))
-    for option in (["--ranks", "2"], ["--dry-run"]):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["train", str(file), "--restarts", "2", *option])
-        assert end.value.code == 2
-        assert (
-            f"--restarts starts one process again and does not go with {option[0]}" in capsys.readouterr().err
-        )
-    with pytest.raises(SystemExit):
-        cli.main(["train", str(file), "--restarts=-1"])
-    assert "--restarts is -1; give 0 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", str(file), "--restarts", "2", "--dry-run"])
+    assert end.value.code == 2
+    assert "--restarts starts a run again and does not go with --dry-run" in capsys.readouterr().err
+    for ranks in ([], ["--ranks", "2"]):
+        with pytest.raises(SystemExit):
+            cli.main(["train", str(file), "--restarts=-1", *ranks])
+        assert "--restarts is -1; give 0 or more" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         cli.main(["train", str(file), "--restarts", "2"])

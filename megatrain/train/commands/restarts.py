@@ -20,28 +20,79 @@ from megatrain.checkpoint.load import find, step_of
 from megatrain.config.sizes import counted
 from megatrain.distributed.processes import how_ended
 from megatrain.distributed.signals import stop_signals
-from megatrain.errors import CapacityError, HangError, MegatrainError, TornStateError
+from megatrain.errors import CapacityError, HangError, MegatrainError, RankError, TornStateError
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.events import EventLog
 from megatrain.train.records.json_lines import read_rows
 
 _log = logging.getLogger(__name__)
 
-_MENDABLE = {1, TornStateError.exit_code, HangError.exit_code}
-"""The exit codes after which another start may go on: of what nobody foresaw, a torn state, and a hang."""
+_MENDABLE = {1, TornStateError.exit_code, RankError.exit_code, HangError.exit_code}
+"""The exit codes after which another start may go on: of what nobody foresaw, a torn state, a rank that was
+lost, and a hang."""
 
 SAME_STEP = 2
 """How often a run may end at one step."""
 
 
+class Restarts:
+    """Decides whether a run that has ended is started again.
+
+    It is after a crash or a kill, after an unforeseen error or a torn state, after a rank that was lost, and
+    after memory that ran out when steps had been taken. It is not after an error that would come again
+    (settings, data, room, divergence), nor when it has ended twice at the same step.
+    """
+
+    def __init__(self, directory: RunDirectory, restarts: int, root: Path = Path("/")) -> None:
+        """Begin with none used.
+
+        Args:
+            directory: The directory of the run.
+            restarts: The number of times that it is started again at most.
+            root: The root of the file system that `/proc` is read from.
+        """
+        self._directory, self._left, self._root = directory, restarts, root
+        self._ends: dict[int, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Note how far the run is, and how many processes were killed, as it is started."""
+        self._begun, self._kills = reached(self._directory), oom_kills(self._root)
+
+    def wants(self, code: int, *, records: bool = False) -> bool:
+        """Return whether the run is to be started again, and say so.
+
+        Args:
+            code: What it has ended with; negative: the signal that killed it.
+            records: Whether the event of an end that the run could not record itself is written.
+        """
+        step = reached(self._directory)
+        said = _said(code, killed=(oom_kills(self._root) or 0) - (self._kills or 0))
+        if code < 0 and records:
+            _record(self._directory, step, said, exit_code_of(code))
+        self._ends[step] = self._ends.get(step, 0) + 1
+        has_grown = code == CapacityError.exit_code and step > self._begun
+        if code >= 0 and code < 128 and code not in _MENDABLE and not has_grown:
+            return False
+        if not self._left:
+            _log.error("the run %s after step %d; --restarts allows no further start", said, step)
+            return False
+        if self._ends[step] >= SAME_STEP:
+            text = "the run %s, for the second time after step %d; it is not started a third time"
+            _log.error(text, said, step)
+            return False
+        self._left -= 1
+        text = "the run %s after step %d; starting it again (%s left)"
+        _log.warning(text, said, step, counted(self._left + 1, "start"))
+        return True
+
+
 def run_again(
     command: Callable[[], Sequence[str]], directory: RunDirectory, *, restarts: int, root: Path = Path("/")
 ) -> int:
-    """Run a command to its end, again where that may help, and return its exit code.
+    """Run a command to its end, again where `Restarts` wants that, and return its exit code.
 
-    It is run again after a crash or a kill, after an unforeseen error or a torn state, and after memory that
-    ran out when steps had been taken. It is not after a signal that asks to stop, after an error that would
-    come again (settings, data, room, divergence), nor when it has ended twice at the same step.
+    A signal that asks to stop is passed on, and the run is not started again after it.
 
     Args:
         command: The function that returns the command, asked at each start.
@@ -49,32 +100,18 @@ def run_again(
         restarts: The number of times that it is run again at most.
         root: The root of the file system that `/proc` is read from.
     """
-    ends: dict[int, int] = {}
-    for left in reversed(range(restarts + 1)):
-        begun, kills = reached(directory), oom_kills(root)
+    policy = Restarts(directory, restarts, root)
+    while True:
+        policy.begin()
         with _passing_on() as child:
             code = child.run(command())
-        if code == 0 or child.signals:
-            return code if code >= 0 else 128 - code
-        step = reached(directory)
-        said = _said(code, killed=(oom_kills(root) or 0) - (kills or 0))
-        if code < 0:  # it could not record that itself
-            _record(directory, step, said, 128 - code)
-        ends[step] = ends.get(step, 0) + 1
-        code = code if code >= 0 else 128 - code
-        is_mendable = code > 128 or code in _MENDABLE
-        if not is_mendable and not (code == CapacityError.exit_code and step > begun):
-            return code
-        if not left:
-            _log.error("the run %s after step %d; --restarts allows no further start", said, step)
-            return code
-        if ends[step] >= SAME_STEP:
-            text = "the run %s, for the second time after step %d; it is not started a third time"
-            _log.error(text, said, step)
-            return code
-        text = "the run %s after step %d; starting it again (%s left)"
-        _log.warning(text, said, step, counted(left, "start"))
-    raise AssertionError("the last start returns")
+        if code == 0 or child.signals or not policy.wants(code, records=True):
+            return exit_code_of(code)
+
+
+def exit_code_of(code: int) -> int:
+    """Return the exit code by which shells know an end; `code` is negative: the signal that killed it."""
+    return code if code >= 0 else 128 - code
 
 
 def reached(directory: RunDirectory) -> int:

@@ -32,10 +32,18 @@ leaves is saved, as is what a directory that was moved leaves."""
 
 
 @contextmanager
-def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
+def rescued(
+    run: Run, directory: RunDirectory, together: Callable[[Exception], str] | None = None
+) -> Iterator[None]:
     """Save the last whole step when an error inside ends the run, and name its checkpoint in the error.
 
-    Of several ranks, and with `optim.updates=immediate`, nothing is saved: the error names the newest point.
+    Of several nodes, and with `optim.updates=immediate`, nothing is saved: the error names the newest point.
+
+    Args:
+        run: The run.
+        directory: Its directory.
+        together: What saves it together with other ranks, after an error, and says what is saved; empty where
+            the error does. None: there are no others, or some are on other nodes.
 
     Raises:
         MegatrainError: The error inside, with what is saved.
@@ -43,15 +51,17 @@ def rescued(run: Run, directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (
-            isinstance(error, _TOLD)
-            or run.engine.arrangement.integrity.cause is not None
-            or run.ranks.size > 1
-        ):
-            raise
         told = memory_error(error, run.config, run.planned, f"in step {run.step + 1}") or as_ours(error)
-        let_go(error)
-        said = _saved(run, directory, error)
+        is_torn = run.engine.arrangement.integrity.cause is not None
+        if together is not None:
+            said = together(error)
+        elif isinstance(error, _TOLD) or is_torn or run.ranks.size > 1:
+            raise
+        else:
+            let_go(error)
+            said = _saved(run, directory, error)
+        if is_torn or not said:
+            raise
         if told is None:
             _log.warning("an error ends the run: %s", said)
             raise

@@ -121,7 +121,8 @@ class Saves:
                 is_changed = isinstance(self._run.engine.arrangement.integrity.cause, HardwareError)
                 if error is not None and (is_interrupt or is_changed):
                     self._saver.writer.fail(_GivenUpError())
-                self._finish(by_itself=error is not None)
+                with self._run.ranks.watch.finishing(lambda: self.num_left):
+                    self._finish(by_itself=error is not None)
         except Exception as failed:
             if error is None:
                 raise

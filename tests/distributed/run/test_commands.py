@@ -104,3 +104,36 @@ def test_a_run_one_of_whose_ranks_is_stopped_goes_on_with_two_to_the_same_bits(t
     assert (rows["ranks"]["codes"]["2"], rows["ranks"]["left"]) == (-signal.SIGKILL, 2)
     assert (rows["start"]["ranks"], rows["resume"]["ranks"]) == (4, 2)
     assert_same_runs(tmp_path / "stopped", tmp_path / "alone")
+
+
+@pytest.mark.parity
+def test_ranks_of_which_one_is_killed_start_again_with_as_many(tmp_path: Path) -> None:
+    """The first one is killed when it has saved step 4; with `--restarts`, both go on."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "rename, mark = os.rename, os.environ['MARK']\n"
+        "def renamed(source, target, *more):\n"
+        "    rename(source, target, *more)\n"
+        "    if str(target).endswith('step-00000004') and not os.path.exists(mark):\n"
+        "        open(mark, 'w').close()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.rename = renamed\n"
+    )
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    config = config_of(tmp_path, "killed", 2)
+    whole = config_of(tmp_path, "whole", 2)
+    run = subprocess.run(
+        [sys.executable, "-m", "megatrain", "train", config, "--ranks", "2", "--restarts", "3"],
+        env=ENVIRONMENT | {"PYTHONPATH": path, "MARK": str(tmp_path / "mark")},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "the run was killed (SIGKILL)" in run.stderr
+    assert "starting it again (3 starts left)" in run.stderr
+    rows = {row["event"]: row for row in read_rows(tmp_path / "killed/events.jsonl")}
+    assert (rows["ranks"]["codes"]["0"], rows["ranks"]["left"]) == (-signal.SIGKILL, 2)
+    assert (rows["start"]["ranks"], rows["resume"]["ranks"]) == (2, 2)
+    ended(start("megatrain", "train", whole))
+    assert_same_runs(tmp_path / "killed", tmp_path / "whole")

@@ -14,6 +14,8 @@ import pytest
 
 from megatrain.distributed import launch
 from megatrain.distributed.launch import Ended
+from megatrain.train.commands.restarts import Restarts
+from megatrain.train.records.directory import RunDirectory
 from tests.distributed.processes import run_ranks
 
 
@@ -47,6 +49,36 @@ def test_fewer_go_on_after_ranks_that_were_lost_and_no_others(
     assert found == code
     assert begun == list(zip(sizes, [["first"], *[["again"]] * 9], strict=False))
     assert told == [*sizes[1:], *[0] * (code != 0)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "sizes"),
+    [
+        ([{1: -9}, {0: 7, 1: -11}, {}], 0, [4, 4, 4]),
+        ([{0: 7, 1: 7}, {}], 0, [4, 4]),  # one hung
+        ([{0: 1, 1: 7}, {}], 0, [4, 4]),  # what nobody foresaw
+        ([{0: 4, 1: 7}], 4, [4]),  # bad data comes again
+        ([{1: -9}] * 3 + [{}], 0, [4, 4, 4, 2]),  # no start is left: fewer go on
+    ],
+    ids=str,
+)
+def test_all_start_again_as_long_as_restarts_allow(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codes: list[dict[int, int]], code: int, sizes: list[int]
+) -> None:
+    begun: list[int] = []
+    directory = RunDirectory(tmp_path)
+    policy = Restarts(directory, 2)
+
+    def ended(num_ranks: int, arguments: list[str], stop: object) -> Ended:
+        begun.append(num_ranks)
+        directory.metrics.write_text(f'{{"step": {len(begun)}}}\n')
+        return Ended(codes[len(begun) - 1], {})
+
+    monkeypatch.setattr(launch, "_launch", ended)
+    found = launch.run_ranks(
+        4, ["first"], again=lambda: ["again"], tell=lambda *_: None, restarts=policy.wants
+    )
+    assert (found, begun) == (code, sizes)
 
 
 TRAPS = {
