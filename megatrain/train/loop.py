@@ -233,11 +233,8 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
     commit_every = settings.memory.commit_every
     run.health.begin()
     begin_watch(run)
-    with (
-        _shown(run, directory) as show,
-        Saves(run, directory, saved) as saves,
-        hangs_ended(run, directory, saves),
-    ):
+    saves = Saves(run, directory, saved)
+    with _shown(run, directory) as show, hangs_ended(run, directory, saves), saves:
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
             saves.begin()  # the run was killed between its commit and its save
@@ -302,7 +299,8 @@ def _begin(run: Run) -> None:
 
 def _evaluate(run: Run) -> bool:
     """Evaluate and report the results; return whether the model is the best so far."""
-    with run.moving(f"evaluating step {run.step}"):
+    run.note_position()
+    with run.moving(f"evaluating step {run.step}"), run.watched(f"the evaluation after step {run.step}"):
         outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step, run.ranks)
     for one in outcome.evaluations:
         run.tell("evaluation", name=one.name, **one.numbers)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from types import TracebackType
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.save import LeftOverError, save
 from megatrain.checkpoint.saver import Saver, Wanted
-from megatrain.errors import HardwareError, MegatrainError, OutputError
+from megatrain.errors import HardwareError, MegatrainError, OutputError, first_line
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.train.adapters import base_of
 from megatrain.train.planning.save_interval import SaveInterval
@@ -40,6 +41,10 @@ class _Begun:
     began_s: float
     stopped_s: float = 0.0
     """Seconds for which the run stopped when it was begun."""
+
+
+def _save_of(step: int) -> str:
+    return f"the save of step {step}"
 
 
 class _GivenUpError(Exception):
@@ -99,7 +104,7 @@ class Saves:
                 is_changed = isinstance(self._run.engine.arrangement.integrity.cause, HardwareError)
                 if error is not None and (is_interrupt or is_changed):
                     self._saver.writer.fail(_GivenUpError())
-                self._finish()
+                self._finish("" if error is None else f" after an error ({first_line(error)})")
         except Exception as failed:
             if error is None:
                 raise
@@ -143,7 +148,7 @@ class Saves:
             keep_too=self._keep_too,
         )
         try:
-            with self._directory.found():
+            with run.watched(_save_of(begun.step), moves=True), self._directory.found():
                 self._saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
         except OutputError as error:
             self._failed(begun, error)
@@ -173,6 +178,11 @@ class Saves:
                 raise error
         assert self._newest is not None
         return self._newest[1]
+
+    @property
+    def threads(self) -> Sequence[threading.Thread]:
+        """The threads that write checkpoints in the background, until this is over."""
+        return () if self._saver is None else self._saver.threads
 
     @property
     def num_left(self) -> int:
@@ -222,7 +232,7 @@ class Saves:
         begun = self._start()
         meta = run.meta()
         path, error = None, None
-        with run.moving(f"saving step {run.step}"):
+        with run.moving(f"saving step {run.step}"), run.watched(_save_of(run.step), moves=True):
             if run.ranks.rank == 0:
                 try:
                     with self._directory.found():
@@ -251,15 +261,16 @@ class Saves:
         self._done(begun, Path(saved), time.monotonic() - begun.began_s)
         return None
 
-    def _finish(self) -> None:
-        """Wait for what is being written, and tell of it."""
+    def _finish(self, why: str = "") -> None:
+        """Wait for what is being written, and tell of it; `why` says what has ended the run, if it hangs."""
         if self._saver is None or self._begun is None:
             return
         begun, began_s = self._begun, time.monotonic()
         path: Path | None = None
         failed: BaseException | None = None
         try:
-            path = self._saver.result()
+            with self._run.watched(f"{_save_of(begun.step)}{why}"):
+                path = self._saver.result()
         except LeftOverError as left:
             path = left.path
             _log.warning("%s", left)
