@@ -261,7 +261,11 @@ def _train_until_done(run: Run, directory: RunDirectory, stop: threading.Event, 
             if ends_epoch:
                 callbacks.call("on_epoch_end")
             is_best = False
-            if run.evaluator.is_due(row.step) or callbacks.wants("should_evaluate"):
+            # a run that is to stop leaves its evaluation to the process that goes on from here
+            is_due = run.evaluator.is_due(row.step)
+            if is_due and not run.is_complete and run.ranks.tell(stop.is_set()):
+                is_due = False
+            if is_due or callbacks.wants("should_evaluate"):
                 is_best = _evaluate(run)
             if run.evaluator.wants_stop:
                 reason = run.evaluator.stop()

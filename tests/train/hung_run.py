@@ -5,7 +5,7 @@ those of the fourth, which the save of that step waits for; `immediate` is `copy
 `resident` with layers whose newest state is on the device. `evaluation` hangs a copy in the evaluation after
 the third step, `write` a write of the checkpoint of the fourth, which the one of the sixth waits for, `last`
 one of the last checkpoint, and `blocking` a write that the run itself does; `error` is `write` with an error
-in the fifth step.
+in the fifth step, and `ctrl_c` is `write` without `train.hang_after`, which prints that it hangs.
 With `slow`, nothing hangs: callbacks, data, an evaluation and saves take longer than `train.hang_after`, and
 the process is stopped in the middle of a step for as long.
 """
@@ -73,7 +73,8 @@ class _Steps:
 
 
 def never_comes_back() -> None:
-    """Hang."""
+    """Say so, and hang."""
+    os.write(1, b"hangs\n")  # other threads do, too
     time.sleep(3600)
 
 
@@ -211,16 +212,19 @@ def main(root: Path, what: str) -> None:
         sections["checkpoint"] = {"every": 3}
     elif what == "evaluation":
         hang(Lane.FETCH, 4, after=1, evaluating=True)
-    elif what in ("write", "last", "blocking", "error"):
+    elif what in ("write", "last", "blocking", "error", "ctrl_c"):
         hang_end.LEAST_S = 2.0  # the time in which it tries to save
         files.system = HungDisk(7 if what == "last" else 4)
         if what == "error":
             fail(5)
+        if what == "ctrl_c":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # one in the background inherits none
         sections["checkpoint"] = {"every": 2, "background": what != "blocking"}
     else:
         assert what == "slow", what
         be_slow()
-    config = config_of(root, "run", hang_after=1.0 if what == "slow" else 2.0, **sections)
+    hang_after = {"slow": 1.0, "ctrl_c": None}.get(what, 2.0)
+    config = config_of(root, "run", hang_after=hang_after, **sections)
     loop.train(config, callbacks=[Slow()] if what == "slow" else [])
 
 

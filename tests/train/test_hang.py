@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,30 @@ def test_a_save_that_hangs_ends_the_run_and_the_newest_checkpoint_is_named(what:
     assert f"{why}: the same command goes on from {newest}" in text
     assert verify(newest).step == int(newest.name[-8:])
     assert "never_comes_back" in (tmp_path / "run/stacks.txt").read_text()
+
+
+@pytest.mark.parity
+def test_a_second_ctrl_c_ends_a_run_whose_save_hangs_with_nothing_half_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.train.hung_run", str(tmp_path), "ctrl_c"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        assert process.stdout.readline() == "hangs\n"
+        process.send_signal(signal.SIGINT)
+        while "is asked to stop" not in process.stderr.readline():  # two signals at once are one
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "ended at once: what is not saved is lost" in said
+    found = [path for path in (tmp_path / "run/checkpoints").iterdir() if not path.name.startswith(".tmp-")]
+    assert [verify(path).step for path in found] == [2]
+    train(config_of(tmp_path, "run", hang_after=None))
+    train(config_of(tmp_path, "whole", hang_after=None))
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parity

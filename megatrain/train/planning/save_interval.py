@@ -30,6 +30,12 @@ def least_interval(cost_s: float) -> float:
     return max(LEAST_S, cost_s / COST_SHARE)
 
 
+def planned_save(*, nbytes: int, away_bytes: int, write_bytes_per_s: float, read_bytes_per_s: float) -> float:
+    """Return the seconds from the begin of a checkpoint until it is whole; arguments as of `planned_wait`."""
+    away_s = away_bytes / min(write_bytes_per_s, read_bytes_per_s)
+    return away_s + (nbytes - away_bytes) / write_bytes_per_s
+
+
 def planned_wait(
     *, step_s: float, nbytes: int, away_bytes: int, write_bytes_per_s: float, read_bytes_per_s: float
 ) -> float:
