@@ -70,14 +70,14 @@ class ChunkWriter:
         self._is_closed = False
         self.waited_s = 0.0
         """Seconds for which changes have waited, since `begin`."""
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._work, name=f"megatrain-save-{number}", daemon=True)
             for number in range(min(NUM_THREADS, self.num_buffers))
         ]
         if uncopied is not None:
             serve = threading.Thread(target=self._serve, args=(uncopied,), name="megatrain-save", daemon=True)
-            self._threads.append(serve)
-        for thread in self._threads:
+            self.threads.append(serve)
+        for thread in self.threads:
             thread.start()
 
     @property
@@ -209,7 +209,7 @@ class ChunkWriter:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
         self._free.clear()
 

@@ -71,6 +71,11 @@ class Saver:
         self._saved = saved  # after it is to be done: an interrupt between the two leaves nobody waiting
 
     @property
+    def threads(self) -> Sequence[threading.Thread]:
+        """Its thread, and those of `writer`."""
+        return (self._thread, *self.writer.threads)
+
+    @property
     def is_saving(self) -> bool:
         """Whether a checkpoint was begun whose end `result` has not told."""
         return self._saved is not None

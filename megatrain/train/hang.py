@@ -1,4 +1,4 @@
-"""The end of a run that hangs: its stacks, its last whole step, a sentence, and exit code 8.
+"""The end of a run that hangs in a step, an evaluation or a save: stacks, the last whole step, exit code 8.
 
 The launching thread, a lane or the device does not come back, so nothing here waits for any of them: the
 state is saved from RAM where it is whole and at home, and the process ends without its own clean-up.
@@ -38,15 +38,19 @@ _LOOK_S = 0.05
 
 @contextmanager
 def hangs_ended(run: Run, directory: RunDirectory, saves: Saves) -> Iterator[None]:
-    """Watch the steps inside, and end this process when one hangs, if it is the only one of its run."""
+    """Watch what is done inside, and end this process when it hangs, if it is the only one of its run."""
     after = run.config.train.hang_after
     if after is None or run.ranks.size > 1:
         yield
         return
 
+    clocks = [time.pthread_getcpuclockid(thread.ident) for thread in saves.threads if thread.ident]
+
     def progress() -> object:
+        # a chunk may take long, and what is done before and after the chunks has none
+        saving_s = sum(map(time.clock_gettime, clocks))
         try:
-            return run.engine.lanes.newest_s(), saves.num_left
+            return run.engine.lanes.newest_s(), saving_s
         except Exception as error:  # of a device that is lost; the run's own thread raises it, or hangs
             return type(error)
 
@@ -57,15 +61,19 @@ def hangs_ended(run: Run, directory: RunDirectory, saves: Saves) -> Iterator[Non
             run.hang_watch = None
 
 
-def _end(run: Run, directory: RunDirectory, saves: Saves, silent_s: float) -> NoReturn:
+def _end(run: Run, directory: RunDirectory, saves: Saves, silent_s: float, what: str) -> NoReturn:
     """Leave all that can be left, and end the process."""
     patience_s = max(LEAST_S, silent_s)
     try:
-        said = [f"{_where(run)} has made no progress for {format_duration(silent_s)}"]
+        said = [f"{what or _where(run)} has made no progress for {format_duration(silent_s)}"]
         _try(lambda: said.append(_stacks(directory)), lambda: 0, patience_s)
         saved: list[str] = []
         _try(lambda: saved.append(_save(run, directory, saves)), lambda: saves.num_left, patience_s)
-        said += saved or ["Its last step could not be saved, since that makes no progress either"]
+        if not saved:
+            why = "The last step could not be saved, since that makes no progress either"
+            _try(lambda: saved.append(not_saved(why, run, directory)), lambda: 0, WORDS_S)
+            saved = saved or [why]  # the disk does not even tell what it has
+        said += saved
         _try(lambda: _tell(run, said), lambda: 0, WORDS_S)
     finally:
         os._exit(HangError.exit_code)
@@ -89,12 +97,14 @@ def _stacks(directory: RunDirectory) -> str:
 def _save(run: Run, directory: RunDirectory, saves: Saves) -> str:
     """Save the last whole step, if all of it is in RAM, and say what is saved."""
     arrangement = run.engine.arrangement
+    num_held = arrangement.integrity.stop()
+    write = saves.writes_at_rest()  # waits for a checkpoint that is under way, which may be the newest then
     if run.engine.choice.updates == Updates.IMMEDIATE.value:
         return not_saved("With optim.updates=immediate nothing is saved", run, directory)
-    num_held = arrangement.integrity.stop()
     if num_held is None:
         return not_saved("An update hangs in the middle, so nothing is saved", run, directory)
-    write = None if arrangement.executor.states.has_newer else saves.writes_at_rest()
+    if arrangement.executor.states.has_newer:
+        return not_saved("Its state is newer on the device than in RAM, so nothing is saved", run, directory)
     if write is None:
         return not_saved("Not all of its state is in RAM, so nothing is saved", run, directory)
     said = save_whole(run, directory, partial(run.meta_of, num_held), write, "a step hangs")

@@ -33,6 +33,8 @@ class LastGood:
     """Whether a step was skipped since the newest checkpoint."""
     num_healthy: int = 0
     """The number of newest checkpoints that were each saved without a skipped step since the one before."""
+    before: tuple[int, dict[str, Any]] | None = field(default=None, repr=False, compare=False)
+    """The step saved last, and the counts before that; it is in no checkpoint, since one there is whole."""
 
     def take(self, *, is_skipped: bool) -> None:
         """Record a step that was skipped, or whose loss was not finite, or that was sound."""
@@ -45,6 +47,7 @@ class LastGood:
         """Record that a checkpoint is about to be saved, of which the newest `keep_last` are kept."""
         if step in self.saved:
             return
+        self.before = step, self.state()
         self.num_healthy = 0 if self.has_skipped else self.num_healthy + 1
         if self.num_healthy >= keep_last:
             self.kept = []
@@ -52,12 +55,18 @@ class LastGood:
         self.num_sound_steps, self.has_skipped = 0, False
 
     def lose(self, step: int) -> None:
-        """Record that the checkpoint of a step could not be saved."""
-        if step in self.saved:
-            self.saved.remove(step)
-            self.num_healthy = max(0, self.num_healthy - 1)
-        if step in self.kept:
-            self.kept.remove(step)
+        """Record that the checkpoint of a step could not be saved: the counts are as if none had begun.
+
+        Steps may have been taken since. Their first ones were sound, up to one that was skipped.
+        """
+        if self.before is None or self.before[0] != step:
+            return
+        num_sound_since, has_skipped_since = self.num_sound_steps, self.has_skipped
+        self.restore(self.before[1])
+        for _ in range(num_sound_since):
+            self.take(is_skipped=False)
+        if has_skipped_since:
+            self.take(is_skipped=True)
 
     @property
     def sound(self) -> int | None:
@@ -66,11 +75,14 @@ class LastGood:
 
     def state(self) -> dict[str, Any]:
         """Return the counts as plain values."""
-        return asdict(self)
+        counts = asdict(self)
+        del counts["before"]
+        return counts
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore `state`; a run of an older version begins to count."""
-        for name in self.__slots__:
+        self.before = None
+        for name in self.state():
             if name in state:
                 setattr(self, name, state[name])
 

@@ -155,11 +155,10 @@ def _check_space(planned: Planned, data: RunData, *, done: int) -> None:
     space = space_of(
         planned.config,
         planned.request,
+        planned.plan,
         num_steps=data.num_steps,
         steps_per_epoch=data.steps_per_epoch,
-        step_s=planned.plan.step_s,
         done=done,
-        drive_bytes=planned.plan.tier_bytes("nvme"),
     )
     if warning := require_space(space):
         _log.warning("%s", warning)
@@ -245,11 +244,12 @@ def _train_until_done(
     commit_every = settings.memory.commit_every
     run.health.begin()
     begin_watch(run)
+    saves = Saves(run, directory, saved)
     with (
         _shown(run, directory) as show,
-        Saves(run, directory, saved) as saves,
         hangs_ended(run, directory, saves),
         late_ranks_ended(run, directory, saves, ending),
+        saves,
     ):
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
@@ -277,7 +277,11 @@ def _train_until_done(
             if ends_epoch:
                 callbacks.call("on_epoch_end")
             is_best = False
-            if run.evaluator.is_due(row.step) or callbacks.wants("should_evaluate"):
+            # a run that is to stop leaves its evaluation to the process that goes on from here
+            is_due = run.evaluator.is_due(row.step)
+            if is_due and not run.is_complete and run.ranks.tell(stop.is_set()):
+                is_due = False
+            if is_due or callbacks.wants("should_evaluate"):
                 is_best = _evaluate(run)
             if run.evaluator.wants_stop:
                 reason = run.evaluator.stop()
@@ -315,7 +319,8 @@ def _begin(run: Run) -> None:
 
 def _evaluate(run: Run) -> bool:
     """Evaluate and report the results; return whether the model is the best so far."""
-    with run.moving(f"evaluating step {run.step}"):
+    run.note_position()
+    with run.moving(f"evaluating step {run.step}"), run.watched(f"the evaluation after step {run.step}"):
         outcome = run.evaluator.evaluate(run.engine, run.tokenizer, run.step, run.ranks)
     for one in outcome.evaluations:
         run.tell("evaluation", name=one.name, **one.numbers)

@@ -157,16 +157,18 @@ class Run:
 
     def meta(self) -> dict[str, Any]:
         """Return what a manifest keeps beside the tensors, as plain values."""
-        with self.watched():
+        with self.watched(f"step {self.step}"):
             self.engine.settle()  # updates in the background count themselves
         return self._position() | self._counts() | self._settings()
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Have progress watched for as long as the context lasts, in which only the engine is waited for."""
-        return nullcontext() if self.hang_watch is None else self.hang_watch.watched()
+    def watched(self, what: str = "", *, moves: bool = False) -> AbstractContextManager[None]:
+        """Have progress watched for as long as the context lasts; the arguments are `HangWatch.watched`'s."""
+        return nullcontext() if self.hang_watch is None else self.hang_watch.watched(what, moves=moves)
 
-    def begin_step(self) -> None:
-        """Note where the run is, since a step that fails has drawn data and random numbers."""
+    def note_position(self) -> None:
+        """Note where the run is: a step that fails, or an evaluation that hangs, has drawn random numbers."""
+        if self.beginnings and self.beginnings[-1].position["step"] == self.step:
+            self.beginnings.pop()  # noted before an evaluation
         num_issued = self.engine.arrangement.integrity.num_issued
         self.beginnings.append(Beginning(num_issued, self._position()))
 

@@ -28,8 +28,10 @@ _log = logging.getLogger(__name__)
 EXIT_STOPPED = 75
 """EX_TEMPFAIL: a signal stopped the run after it was saved; the same command resumes it."""
 
-GRACE_S = 5.0
-"""The seconds in which a process that was signalled twice may end by itself."""
+GRACE_S = 1.8
+"""The seconds in which a process that was signalled twice may end by itself; 2 with its last words."""
+_WORDS_S = 0.2
+"""The seconds in which that is told: the log may be on what hangs."""
 
 
 def refuse_failed_callback(run: Run, saved: Path | None) -> None:
@@ -152,12 +154,15 @@ class _Heard:
                     if number not in self._numbers or (count and number in WARNINGS):
                         continue
                     count += 1
-                    if count == 1:
-                        self._say()
+                    if count == 1:  # where the log hangs, a second one must be heard all the same
+                        threading.Thread(target=self._say, name="stop-said", daemon=True).start()
                     elif count == 2 and self._ends:
                         threading.Thread(target=self._end, args=(number,), daemon=True).start()
 
     def _end(self, number: int) -> None:
         if not self._is_over.wait(GRACE_S):
-            _log.error("ended at once: what is not saved is lost; the same command goes on from what is")
+            text = "ended at once: what is not saved is lost; the same command goes on from what is"
+            words = threading.Thread(target=_log.error, args=(text,), daemon=True)
+            words.start()
+            words.join(_WORDS_S)
             os._exit(128 + number)

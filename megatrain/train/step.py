@@ -22,7 +22,7 @@ def train_step(run: Run) -> StepMetrics:
     started = time.monotonic()
     callbacks, policy = run.callbacks, run.config.train.on_spike
     run.doing(f"at step {run.step + 1}")
-    run.begin_step()
+    run.note_position()
     if run.optimizer.memory_watch is not None:
         run.optimizer.memory_watch.step = run.step + 1
     micro_batches = next(run.loader)
@@ -66,7 +66,8 @@ def train_step(run: Run) -> StepMetrics:
         check_allocated(run.engine, run.planned.plan, run.config.memory.on_mismatch)
         run.is_checked = True
     if run.elastic is not None and report is not None:
-        change = run.elastic.after_step(report)
+        with run.watched(f"the planning after step {run.step}", moves=True):
+            change = run.elastic.after_step(report)
         if change:
             run.tell("replan", reason=change)
 
@@ -76,7 +77,8 @@ def train_step(run: Run) -> StepMetrics:
         run.hang_watch.took(seconds)
     if run.ranks.size > 1 and run.config.memory.drives:
         count_written(run.health, run.ranks)
-    vitals = run.health.sample()
+    with run.watched(f"the look at the device after step {run.step}", moves=True):
+        vitals = run.health.sample()
     return StepMetrics(
         step=run.step,
         loss=loss_value,

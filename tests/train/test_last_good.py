@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,35 @@ def test_a_checkpoint_after_which_a_step_was_sound_is_enough() -> None:
         if step in (2, 4):
             known.save(step, keep_last=2)
     assert (known.kept, known.sound) == ([4], 4)
+
+
+@pytest.mark.parametrize("num_skipped", [0, 1, 2])
+def test_a_save_that_fails_leaves_the_counts_of_never_having_tried(num_skipped: int) -> None:
+    """Whatever was sound and what was skipped before it, and while it was written."""
+    steps = range(1, 9)
+    for skipped in combinations(steps, num_skipped):
+        for begun in steps:
+            for lost in range(begun, 9):
+                tried, never = LastGood(), LastGood()
+                tried.save(0, keep_last=1)
+                never.save(0, keep_last=1)
+                for step in steps:
+                    for known in (tried, never):
+                        known.take(is_skipped=step in skipped)
+                    if step == begun:
+                        tried.save(step, keep_last=1)
+                    if step == lost:
+                        tried.lose(begun)
+                assert tried.state() == never.state(), (skipped, begun, lost)
+
+
+def test_a_save_that_fails_after_a_skipped_step_is_no_sign_of_health() -> None:
+    """The next checkpoint that is saved holds what the skipped step was skipped for."""
+    known = LastGood()
+    known.save(1, keep_last=1)
+    known.take(is_skipped=True)
+    known.save(2, keep_last=1)
+    known.lose(2)
+    known.take(is_skipped=False)
+    known.save(3, keep_last=1)
+    assert (known.kept, known.num_healthy) == ([1], 0)

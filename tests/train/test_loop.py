@@ -20,12 +20,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.checkpoint.load import verify
+from megatrain.config import Config
 from megatrain.errors import CheckpointError, DivergedError, OutputError
 from megatrain.stream.lanes import EmulatedLanes, EmulatedMachine
 from megatrain.train import loop
 from megatrain.train.loop import train
 from megatrain.train.outputs.export import export_run
 from megatrain.train.outputs.sample import sample
+from megatrain.train.records.json_lines import read_rows
 from megatrain.train.records.metrics import StepMetrics
 from megatrain.train.resume.changes import changed_settings
 from megatrain.train.run import Run
@@ -239,6 +241,40 @@ def test_signal_finishes_the_step_saves_and_exits_75(
     monkeypatch.undo()
     train(make_config(tmp_path))
     assert_same_runs(tmp_path / "run", whole / "run")
+
+
+def test_a_run_that_is_to_stop_leaves_its_evaluation_to_the_process_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the last one, which no process would make up for."""
+    steps, signalled_in = loop.train_step, [3]
+
+    def signalled(run: Any) -> Any:
+        if run.step + 1 in signalled_in:
+            handler = signal.getsignal(signal.SIGTERM)
+            threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+            while signal.getsignal(signal.SIGTERM) is handler:
+                time.sleep(1e-3)
+        return steps(run)
+
+    def evaluations(name: str) -> list[tuple[int, float]]:
+        rows = read_rows(tmp_path / name / "events.jsonl")
+        return [(row["step"], row["loss"]) for row in rows if row["event"] == "evaluation"]
+
+    def config(name: str) -> Config:
+        return make_config(tmp_path, name, train={"steps": 6}, data={"val_size": 0.05}, eval={"every": 3})
+
+    monkeypatch.setattr(loop, "train_step", signalled)
+    with pytest.raises(SystemExit):
+        train(config("run"))
+    assert evaluations("run") == []
+    signalled_in[:] = [6]
+    train(config("run"))
+    monkeypatch.undo()
+    train(config("whole"))
+    assert [step for step, _ in evaluations("run")] == [3, 6]
+    assert evaluations("run") == evaluations("whole")
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_closed_terminal_stops_a_run_once_and_not_under_nohup() -> None:

@@ -68,10 +68,10 @@ class TrainConfig(Section):
     code 5). `replay` runs the step twice more: if its bits differ the machine computes wrong, and the run
     ends (exit code 10), else it skips the step."""
     hang_after: OpenSeconds | None = AUTO
-    """Seconds without progress in a step, after which the device, a drive or a driver is taken to hang: the
-    last whole step is saved from RAM, and the run ends (exit code 8). Any one layer, update or compilation
-    must take less. `auto` = 20 times the median of the last steps, 30 minutes or more. null = wait without
-    limit. Several ranks have `parallel.timeout`."""
+    """Seconds without progress in a step, an evaluation or a save, after which the device, a drive or a
+    driver is taken to hang: the last whole step is saved from RAM, and the run ends (exit code 8). Any one
+    layer, update or compilation must take less. `auto` = 20 times the median of the last steps, 30 minutes or
+    more. null = wait without limit. Several ranks have `parallel.timeout`."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Run layers through `torch.compile`, one compilation for all of a kind: about a minute, in the first
     step. `auto` = on a GPU, if torch has a compiler for it."""

@@ -25,7 +25,7 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${nodes%%$'\n'*}
 
 # One torchrun per node starts its ranks. After SIGTERM, ten minutes before the time is up, a step is finished
-# and saved: --shutdown-timeout is the time for that. PyTorch 2.11 does not know the option, and takes 30 s.
+# and saved: --shutdown-timeout is the time for that, and megatrain plan says how long it takes (stop). PyTorch 2.11 does not know the option, and takes 30 s.
 patience=()
 if torchrun --help 2>&1 | grep -q -- --shutdown-timeout; then patience=(--shutdown-timeout 540); fi
 exec srun --kill-on-bad-exit=1 torchrun \

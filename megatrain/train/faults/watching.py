@@ -32,7 +32,8 @@ def end_watch(run: Run) -> None:
         HardwareError: A value has changed by itself.
     """
     if run.optimizer.memory_watch is not None:
-        run.engine.settle()
+        with run.watched(f"step {run.step}"):
+            run.engine.settle()
         run.optimizer.memory_watch.check_all()
 
 

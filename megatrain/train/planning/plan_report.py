@@ -82,6 +82,7 @@ def plan_text(planned: Planned, money: Economics, lines: list[str]) -> str:
         if planned.space.warning:
             rows += row("but", planned.space.warning)
     if plan.fits:
+        rows += row("stop", planned.stop.text)
         rows += row("setting", settings_text(planned))
     if planned.hint:
         rows += row("faster", planned.hint)

@@ -33,6 +33,7 @@ from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.planning.asking import OwnMachine, ask
 from megatrain.train.planning.gpus import of_ranks
 from megatrain.train.planning.space import Space, space_of
+from megatrain.train.planning.stop_time import StopTime, stop_time
 from megatrain.train.records.metrics import format_count
 from megatrain.train.resume.point import NEW_RUN, ResumePoint
 
@@ -69,6 +70,11 @@ class Planned:
     def watching(self) -> Watching:
         """What is watched of the state in RAM."""
         return watching(self.plan, self.request.step(self.plan.choice), self.config.memory.watch)
+
+    @property
+    def stop(self) -> StopTime:
+        """How long a stop takes, without an evaluation that may be going on."""
+        return stop_time(self.config, self.request, self.plan)
 
     def evaluation_s(self, num_micro_batches: int) -> float:
         """Return the seconds in which so many micro-batches pass without gradients."""
@@ -126,11 +132,10 @@ def plan_run(
         space = space_of(
             asked.config,
             request,
+            plan,
             num_steps=asked.num_steps,
             steps_per_epoch=None if asked.data is None else asked.data.steps_per_epoch,
-            step_s=plan.step_s,
             done=done,
-            drive_bytes=plan.tier_bytes("nvme"),
         )
     return Planned(
         plan=plan,

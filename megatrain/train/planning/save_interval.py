@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from megatrain.config.plan import Plan
 from megatrain.config.types import seconds_between, steps_between
 
 LEAST_S = 600.0
@@ -21,13 +22,41 @@ def is_timed(every: int | str | None) -> bool:
     return every == "auto" or seconds_between(every) is not None
 
 
-def least_interval(cost_s: float) -> float:
+def least_interval(cost_s: float, wear_s: float = 0.0) -> float:
     """Return the seconds between checkpoints of `auto`.
 
     Args:
         cost_s: The seconds by which one makes the run longer.
+        wear_s: The seconds between them with which the drive outlives the run, as by `wear_interval`.
     """
-    return max(LEAST_S, cost_s / COST_SHARE)
+    return max(LEAST_S, cost_s / COST_SHARE, wear_s)
+
+
+def wear_interval(
+    plan: Plan, *, nbytes: int, num_steps: int | None, rated_bytes: float | None, written_bytes: float = 0.0
+) -> float:
+    """Return the seconds between checkpoints with which drives have endurance left at the end of a run.
+
+    0: that is not known, or the state on these drives uses it up by itself (`memory.accept_wear`).
+
+    Args:
+        plan: The plan of the run.
+        nbytes: The bytes of a checkpoint.
+        num_steps: The number of steps that are still to be taken; None: not known.
+        rated_bytes: The rated endurance of the drives; None: not known.
+        written_bytes: The bytes that the run has written to them so far.
+    """
+    if rated_bytes is None or not num_steps:
+        return 0.0
+    of_state = plan.batch.ranks_of_node * plan.bytes_per_step.get("drive_written", 0) * num_steps
+    left = rated_bytes - written_bytes - of_state
+    return num_steps * plan.step_s * nbytes / left if left > nbytes else 0.0
+
+
+def planned_save(*, nbytes: int, away_bytes: int, write_bytes_per_s: float, read_bytes_per_s: float) -> float:
+    """Return the seconds from the begin of a checkpoint until it is whole; arguments as of `planned_wait`."""
+    away_s = away_bytes / min(write_bytes_per_s, read_bytes_per_s)
+    return away_s + (nbytes - away_bytes) / write_bytes_per_s
 
 
 def planned_wait(
@@ -51,7 +80,7 @@ def planned_wait(
 
 
 def planned_interval(
-    every: int | str | None, steps_per_epoch: int, *, step_s: float, wait_s: float
+    every: int | str | None, steps_per_epoch: int, *, step_s: float, wait_s: float, wear_s: float = 0.0
 ) -> float | None:
     """Return the seconds between checkpoints that a plan foresees; None: there is one at the end only.
 
@@ -60,9 +89,10 @@ def planned_interval(
         steps_per_epoch: The number of steps of one pass over the data.
         step_s: The seconds of a step.
         wait_s: The seconds for which the run waits for one, as by `planned_wait`.
+        wear_s: The seconds between them with which drives last, as by `wear_interval`.
     """
     if every == "auto":
-        return max(least_interval(wait_s), step_s)
+        return max(least_interval(wait_s, wear_s), step_s)
     seconds = seconds_between(every)
     if seconds is not None:
         return max(seconds, step_s)
@@ -78,6 +108,7 @@ class SaveInterval:
         every: int | str | None,
         steps_per_epoch: int,
         *,
+        wear_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to count.
@@ -85,11 +116,12 @@ class SaveInterval:
         Args:
             every: The setting `checkpoint.every`.
             steps_per_epoch: The number of steps of one pass over the data.
+            wear_s: The seconds between checkpoints of `auto` with which drives last, as by `wear_interval`.
             clock: The clock in seconds, for tests.
         """
-        self._clock = clock
+        self._clock, self._wear_s = clock, wear_s
         self.is_auto = every == "auto"
-        self._seconds = LEAST_S if self.is_auto else seconds_between(every)
+        self._seconds = least_interval(0.0, wear_s) if self.is_auto else seconds_between(every)
         self._steps = None if is_timed(every) else steps_between(every, steps_per_epoch)
         self._since = clock()
 
@@ -111,4 +143,4 @@ class SaveInterval:
     def took(self, cost_s: float) -> None:
         """Take note by how many seconds it has made the run longer."""
         if self.is_auto:
-            self._seconds = least_interval(cost_s)
+            self._seconds = least_interval(cost_s, self._wear_s)

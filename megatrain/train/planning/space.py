@@ -17,12 +17,19 @@ from megatrain.checkpoint.load import find
 from megatrain.config import Config
 from megatrain.config.sizes import binary, counted
 from megatrain.config.types import steps_between
+from megatrain.config.plan import Plan
 from megatrain.errors import CapacityError, os_errors
 from megatrain.hardware.this_machine import existing_parent
 from megatrain.plan.cost.saved_bytes import checkpoint_bytes, model_bytes
 from megatrain.plan.search.request import Request
 from megatrain.store.drives.places import STATE_NAME, bytes_taken
-from megatrain.train.planning.save_interval import COMMON_RATE, is_timed, planned_interval, planned_wait
+from megatrain.train.planning.save_interval import (
+    COMMON_RATE,
+    is_timed,
+    planned_interval,
+    planned_wait,
+    wear_interval,
+)
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import format_duration
 
@@ -160,28 +167,27 @@ class Space:
 def space_of(
     config: Config,
     request: Request,
+    plan: Plan,
     *,
     num_steps: int | None,
     steps_per_epoch: int | None,
-    step_s: float,
     done: int = 0,
-    drive_bytes: int = 0,
 ) -> Space | None:
     """Return the room that a run needs in `out` and has there; None: the file system does not say.
 
     Args:
         config: The settings of the run.
         request: The request for its plan, which has the counts of its model.
+        plan: The plan.
         num_steps: The number of steps of the whole run; None: not known.
         steps_per_epoch: The number of steps of one pass over the data; None: not known.
-        step_s: The seconds of a step.
         done: The number of steps that an earlier process has done.
-        drive_bytes: The bytes of state that the plan has on drives.
 
     Raises:
         OutputError: The directory cannot be looked at.
     """
     directory = RunDirectory(Path(config.out))
+    step_s, drive_bytes = plan.step_s, plan.tier_bytes("nvme")
     with os_errors("look at the run directory", directory.path):
         where = existing_parent(directory.path)
         found = os.statvfs(where)
@@ -200,7 +206,16 @@ def space_of(
                 read_bytes_per_s=COMMON_RATE if drives is None else drives.read_bytes_per_s,
             )
         interval_s = planned_interval(
-            config.checkpoint.every, steps_per_epoch or num_steps or 1, step_s=step_s, wait_s=wait_s
+            config.checkpoint.every,
+            steps_per_epoch or num_steps or 1,
+            step_s=step_s,
+            wait_s=wait_s,
+            wear_s=wear_interval(
+                plan,
+                nbytes=nbytes,
+                num_steps=None if num_steps is None else num_steps - done,
+                rated_bytes=rated_bytes(config, request),
+            ),
         )
         saves = _num_saves(config, num_steps, steps_per_epoch, done, step_s, interval_s)
         rows = 0 if num_steps is None else num_steps // config.log.every
@@ -218,6 +233,14 @@ def space_of(
             interval_s=interval_s,
             wait_s=wait_s,
         )
+
+
+def rated_bytes(config: Config, request: Request) -> float | None:
+    """Return the rated endurance of the drives that a run writes to, in bytes; None: not known."""
+    drives, own = request.spec.drives, config.hardware.rated_bytes_written
+    if own is not None:
+        return float(own)
+    return None if drives is None else drives.rated_bytes_written
 
 
 def require_space(space: Space | None) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +18,12 @@ from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.save import LeftOverError, save
 from megatrain.checkpoint.saver import Saver, Wanted
 from megatrain.checkpoint.uncopied import Uncopied, nbytes_of
-from megatrain.errors import HardwareError, MegatrainError, OutputError
+from megatrain.errors import HardwareError, MegatrainError, OutputError, first_line
 from megatrain.model.adapters.adapt import has_adapters
+from megatrain.plan.cost.saved_bytes import checkpoint_bytes
 from megatrain.train.adapters import base_of
-from megatrain.train.planning.save_interval import SaveInterval
+from megatrain.train.planning.save_interval import SaveInterval, wear_interval
+from megatrain.train.planning.space import rated_bytes
 from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.resume.state import lend_away, lend_state
 from megatrain.train.run import Run
@@ -42,6 +45,23 @@ class _Begun:
     began_s: float
     stopped_s: float = 0.0
     """Seconds for which the run stopped when it was begun."""
+
+
+def _save_of(step: int) -> str:
+    return f"the save of step {step}"
+
+
+def _wear_interval(run: Run) -> float:
+    """Return the seconds between checkpoints of `auto` with which the drives of a run last; 0: not known."""
+    if (planned := run.planned) is None:
+        return 0.0
+    return wear_interval(
+        planned.plan,
+        nbytes=checkpoint_bytes(planned.request.anatomy, planned.request.optimizer),
+        num_steps=run.num_steps - run.step,
+        rated_bytes=rated_bytes(run.config, planned.request),
+        written_bytes=run.health.written_bytes() or 0,
+    )
 
 
 class _GivenUpError(Exception):
@@ -72,7 +92,7 @@ class Saves:
         self._begun: _Begun | None = None
         self._saver: Saver | None = None
         settings = run.config.checkpoint
-        self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch)
+        self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch, wear_s=_wear_interval(run))
         self._is_background = settings.background and run.ranks.num_nodes == 1
         self._uncopied: Uncopied | None = None
         if self._is_background and run.ranks.size > 1:
@@ -122,7 +142,7 @@ class Saves:
                 if error is not None and (is_interrupt or is_changed):
                     self._saver.writer.fail(_GivenUpError())
                 with self._run.ranks.watch.finishing(lambda: self.num_left):
-                    self._finish(by_itself=error is not None)
+                    self._finish(error)
         except Exception as failed:
             if error is None:
                 raise
@@ -192,6 +212,11 @@ class Saves:
         return self._newest[1]
 
     @property
+    def threads(self) -> Sequence[threading.Thread]:
+        """The threads that write checkpoints in the background, until this is over."""
+        return () if self._saver is None else self._saver.threads
+
+    @property
     def num_left(self) -> int:
         """The chunks of a checkpoint that are still to be written in the background; any thread may ask."""
         return 0 if self._saver is None else self._saver.writer.num_left
@@ -239,7 +264,7 @@ class Saves:
         begun = self._start()
         meta = run.meta()
         path, error = None, None
-        with run.moving(f"saving step {run.step}"):
+        with run.moving(f"saving step {run.step}"), run.watched(_save_of(run.step), moves=True):
             if run.ranks.rank == 0:
                 try:
                     with self._directory.found():
@@ -282,7 +307,7 @@ class Saves:
         )
         failed = None
         try:
-            with self._directory.found():
+            with run.watched(_save_of(run.step), moves=True), self._directory.found():
                 saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
         except OutputError as error:
             failed = error
@@ -292,25 +317,29 @@ class Saves:
             lend_away(run.engine, but=self._contents.read)
         return failed
 
-    def _finish(self, *, by_itself: bool = False) -> None:
+    def _finish(self, end: BaseException | None = None) -> None:
         """Wait for what is being written, and tell of it.
 
         Args:
-            by_itself: Whether the other ranks do not come here.
+            end: The error that ends the run, after which other ranks do not come here; None: they do.
         """
         if self._begun is None:
             return
         begun, began_s = self._begun, time.monotonic()
-        ended = None if self._saver is None else self._result(self._saver)
+        path: Path | None = None
+        failed: BaseException | None = None
+        if self._saver is not None:
+            why = "" if end is None else f" after an error ({first_line(end)})"
+            with self._run.watched(f"{_save_of(begun.step)}{why}"):
+                path, failed = self._result(self._saver)
         self._begun = None
-        path, failed = (None, None) if ended is None else ended
         said: list[Any] = [
             None if path is None else str(path),
             str(failed),
             isinstance(failed, _GivenUpError),
         ]
         waited_s = 0.0 if self._saver is None else self._saver.writer.waited_s
-        found, reason, is_given_up = said if by_itself else self._run.ranks.tell(said)
+        found, reason, is_given_up = said if end is not None else self._run.ranks.tell(said)
         if is_given_up:
             self._run.last_good.lose(begun.step)
             return
@@ -318,7 +347,7 @@ class Saves:
             self._failed(begun, failed or OutputError(reason))
             return
         late_s = time.monotonic() - began_s  # the disk has not kept up with the run
-        self._done(begun, Path(found), begun.stopped_s + waited_s + late_s, by_itself=by_itself)
+        self._done(begun, Path(found), begun.stopped_s + waited_s + late_s, by_itself=end is not None)
 
     def _result(self, saver: Saver) -> tuple[Path | None, BaseException | None]:
         """Wait for what is being written; return its directory, or what has kept it from being whole."""

@@ -11,6 +11,7 @@ from megatrain.config.optimizers.registry import DEFAULT
 from megatrain.config.plan import Plan
 from megatrain.config.sizes import counted
 from megatrain.train.planning.plan_run import Planned
+from megatrain.train.planning.stop_time import stop_time
 from megatrain.train.records.metrics import MUCH_PADDING, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def start_lines(
         if planned.hint:
             yield f"faster: {planned.hint}"
     going_on = f"; going on from step {first_step} of {num_steps}" if first_step else ""
-    yield f"results: in {config.out}, the model in {config.out}/hf at the end{going_on}"
+    stops = "" if planned is None else _stop(planned, evaluated)
+    yield f"results: in {config.out}, the model in {config.out}/hf at the end{stops}{going_on}"
 
 
 def _step(config: Config, num_steps: int) -> str:
@@ -114,16 +116,28 @@ def _speed(plan: Plan, padding: float, num_steps: int, first_step: int, now: dat
 
 def _passes(planned: Planned, evaluated: Sequence[int], judged: int) -> Iterator[str]:
     """Yield the time of passes without gradients, beside the steps."""
-
-    def seconds(rows: Sequence[int], most: int | None = None) -> str:
-        size = planned.config.train.micro_batch_size
-        counts = [-(-count // size) for count in rows]
-        return _lasting(planned.evaluation_s(sum(min(count, most or count) for count in counts)))
-
     if evaluated:
-        yield f"; an evaluation takes {seconds(evaluated, planned.config.eval.batches)}"
+        yield f"; an evaluation takes {_lasting(_evaluation_s(planned, evaluated))}"
     if judged:
-        yield f"; the reference, before the first step, {seconds([judged, *evaluated])}"
+        seconds = _pass_s(planned, [judged, *evaluated])
+        yield f"; the reference, before the first step, {_lasting(seconds)}"
+
+
+def _evaluation_s(planned: Planned, evaluated: Sequence[int]) -> float:
+    return _pass_s(planned, evaluated, planned.config.eval.batches)
+
+
+def _pass_s(planned: Planned, rows: Sequence[int], most: int | None = None) -> float:
+    size = planned.config.train.micro_batch_size
+    counts = [-(-count // size) for count in rows]
+    return planned.evaluation_s(sum(min(count, most or count) for count in counts))
+
+
+def _stop(planned: Planned, evaluated: Sequence[int]) -> str:
+    """Say how long a stop takes, for whoever sets a scheduler's warning."""
+    evaluation_s = _evaluation_s(planned, evaluated) if evaluated else 0.0
+    stop = stop_time(planned.config, planned.request, planned.plan, evaluation_s=evaluation_s)
+    return f"; a stop (Ctrl-C, SIGTERM, SIGUSR1) saves and ends within about {stop.most}"
 
 
 def _lasting(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megatrain.train.planning.save_interval import (
     least_interval,
     planned_interval,
     planned_wait,
+    wear_interval,
 )
 
 
@@ -53,6 +55,30 @@ def test_a_time_counts_from_the_last_checkpoint() -> None:
             due.append(step)
             interval.begun()
     assert due == [18, 36, 54, 72, 90]
+
+
+def test_auto_lets_the_drive_outlive_the_run() -> None:
+    """A drive rated for 1.2 PB, of which state takes 0.2 PB, in 30 days: 1.44 TB may be written every 62 min."""
+    plan: Any = SimpleNamespace(
+        batch=SimpleNamespace(ranks_of_node=2), bytes_per_step={"drive_written": 10**9}, step_s=25.92
+    )
+    given: dict[str, Any] = {"nbytes": 1_440 * 10**9, "num_steps": 100_000}
+    wear_s = wear_interval(plan, rated_bytes=1.2e15, **given)
+    assert wear_s == pytest.approx(2_592_000 * 1.44e12 / 1e15)
+    assert wear_s / 60 == pytest.approx(62.2, abs=0.1)
+    assert wear_interval(plan, rated_bytes=1.2e15, written_bytes=5e14, **given) == pytest.approx(2 * wear_s)
+    assert wear_interval(plan, rated_bytes=None, **given) == 0.0
+    assert wear_interval(plan, rated_bytes=1e14, **given) == 0.0, "state alone uses it up"
+    clock = Clock()
+    interval = SaveInterval("auto", 5, wear_s=wear_s, clock=clock)
+    for _ in range(2):
+        clock.now += wear_s - 1
+        assert not interval.is_due(1)
+        clock.now += 1
+        assert interval.is_due(2)
+        interval.begun()
+        interval.took(0.0)
+    assert planned_interval("auto", 100, step_s=1.0, wait_s=0.0, wear_s=wear_s) == wear_s
 
 
 def test_auto_saves_as_often_as_costs_two_percent() -> None:

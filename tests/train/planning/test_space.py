@@ -182,7 +182,7 @@ def test_state_on_drives_in_the_same_file_system_needs_its_room(
     space_of = loop.space_of
 
     def kept(*args: Any, **given: Any) -> Space | None:
-        found.append((given["drive_bytes"], space_of(*args, **given)))
+        found.append((args[2].tier_bytes("nvme"), space_of(*args, **given)))
         return found[-1][1]
 
     monkeypatch.setattr(loop, "space_of", kept)

@@ -79,7 +79,8 @@ def test_five_lines_say_what_in_which_steps_where_how_fast_and_whereto(tmp_path:
         "memory: 3.50 GiB of 20.00 GiB in RAM: FITS",
         "speed: about 12,346 tokens/s, 36 s a step (what takes longest: compute); 100 steps take "
         "1h 00m, until 13:00",
-        f"results: in {config.out}, the model in {config.out}/hf at the end",
+        f"results: in {config.out}, the model in {config.out}/hf at the end; a stop (Ctrl-C, SIGTERM, "
+        "SIGUSR1) saves and ends within about 0m 36s",
     ]
 
 
@@ -104,6 +105,15 @@ def test_a_resumed_run_says_what_is_left(tmp_path: Path) -> None:
     _, _, _, speed, results = lines_of(config, planned, first_step=60)
     assert speed.endswith("; 40 steps take 1d 16h, until 2026-02-05 04:00")
     assert results.endswith("; going on from step 60 of 100")
+
+
+def test_a_stop_may_have_to_finish_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, train={"micro_batch_size": 2}, data={"val_size": 0.1})
+    planned = planned_as(config, step_s=36.0)
+    monkeypatch.setattr(Planned, "evaluation_s", lambda self, count: 9.0 * count)
+    for rows, most in ((9, "0m 45s"), (7, "0m 36s")):
+        *_, results = lines_of(config, planned, evaluated=[rows])
+        assert results.endswith(f"; a stop (Ctrl-C, SIGTERM, SIGUSR1) saves and ends within about {most}")
 
 
 def test_a_run_that_is_beyond_its_steps_has_none_left(tmp_path: Path) -> None:

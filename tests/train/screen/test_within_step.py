@@ -225,6 +225,38 @@ with shutdown.stop_flag() as stop:
     assert "ended at once: what is not saved is lost" in said
 
 
+def test_a_second_signal_ends_a_process_whose_log_hangs() -> None:
+    """As that of a terminal that is stopped by Ctrl-S, which whoever writes there waits for."""
+    script = """
+import logging, signal, sys, time
+class Hung(logging.Handler):
+    def emit(self, record):
+        print("hangs", flush=True)
+        time.sleep(60)
+logging.getLogger().addHandler(Hung())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from megatrain.train import shutdown
+shutdown.GRACE_S = 0.5
+with shutdown.stop_flag() as stop:
+    print("ready", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in ("ready", "hangs"):
+        assert process.stdout.readline() == f"{line}\n"
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert process.returncode == 130
+
+
 def test_what_hears_signals_leaves_nothing_behind() -> None:
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
@@ -236,4 +268,4 @@ def test_what_hears_signals_leaves_nothing_behind() -> None:
     while "signals" in {thread.name for thread in threading.enumerate()} - names:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    assert shutdown.GRACE_S > 0
+    assert 1.5 < shutdown.GRACE_S + shutdown._WORDS_S <= 2.0
