@@ -15,9 +15,9 @@ from typing import Any
 
 from megatrain.checkpoint.load import find
 from megatrain.config import Config
+from megatrain.config.plan import Plan
 from megatrain.config.sizes import binary, counted
 from megatrain.config.types import steps_between
-from megatrain.config.plan import Plan
 from megatrain.errors import CapacityError, os_errors
 from megatrain.hardware.this_machine import existing_parent
 from megatrain.plan.cost.saved_bytes import checkpoint_bytes, model_bytes
