@@ -29,18 +29,15 @@ import numpy as np
 import xxhash
 
 from megatrain import files
+from megatrain.checkpoint.comparison import DIRECT_BYTES, PAGE_BYTES, padded
 from megatrain.checkpoint.contents import Group, LargeFile, Lent, Part
 from megatrain.checkpoint.format import CHUNK_BYTES, FileEntry
 from megatrain.errors import os_errors
 
 _log = logging.getLogger(__name__)
 
-PAGE_BYTES = 4096
-"""Direct writes begin and end at multiples of this."""
 NUM_THREADS = 4
 """Threads that write, at most: as many writes are under way at once."""
-DIRECT_BYTES = 1 << 20
-"""Smaller files are written through the page cache, where direct writes save nothing."""
 
 
 class ChunkWriter:
@@ -58,7 +55,7 @@ class ChunkWriter:
             planned: The files of a checkpoint.
         """
         sizes = [file.num_bytes for file in planned]
-        self._buffer_bytes = min(CHUNK_BYTES, _padded(max(sizes, default=0)))
+        self._buffer_bytes = min(CHUNK_BYTES, padded(max(sizes, default=0)))
         num_chunks = sum(-(-size // CHUNK_BYTES) for size in sizes)
         self.num_buffers = max(1, min(num_chunks, buffer_bytes // max(1, self._buffer_bytes)))
         self._free = deque(
@@ -422,7 +419,7 @@ class _Chunk:
             buffer[part.at : part.at + part.stop - part.start] = lent.bytes_of(part)
             lent.done()
         self._lent = []
-        buffer[self._num_bytes : _padded(self._num_bytes)] = 0
+        buffer[self._num_bytes : padded(self._num_bytes)] = 0
 
     def give_back(self) -> None:
         """Let go of what was lent for it, if it was not copied."""
@@ -436,12 +433,8 @@ class _Chunk:
         whole = memoryview(buffer)
         data = whole[: self._num_bytes]
         digest = xxhash.xxh3_128_hexdigest(data)
-        padded = _padded(self._num_bytes) if self._target.is_direct else self._num_bytes
-        self._target.write(self._number, whole[:padded], digest)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        num_bytes = padded(self._num_bytes) if self._target.is_direct else self._num_bytes
+        self._target.write(self._number, whole[:num_bytes], digest)
 
 
 def _make_direct(descriptor: int, path: Path) -> bool:
