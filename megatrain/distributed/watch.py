@@ -53,6 +53,9 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 5.0
 """How long a rank may take to end by itself, once it is known that one is missing."""
 
+_ENDING_S = 30.0
+"""How long one may take that has saved what it had, and is about to end by itself."""
+
 _WORDS_S = 2.0
 """How long it may take to write down why it is ended."""
 
@@ -98,6 +101,8 @@ class Watch:
         self._lost_s = 0.0
         self._finishing: Callable[[], object] | None = None
         self._finished: object = None
+        self._is_ending = False
+        """The thread of the run knows that it is over, and comes to its end."""
         self._losing = threading.Lock()
         self._is_first = False
         self._is_said = False
@@ -172,7 +177,7 @@ class Watch:
             progress: The function whose value changes as it goes on, beside the CPU time of this thread.
         """
         moves, before = Moves(self._clock), self._finishing
-        self._finishing = lambda: (progress(), moves.used_s())
+        self._finishing, self._is_ending = lambda: (progress(), moves.used_s()), True
         self._lost_s = self._clock.now()
         try:
             yield
@@ -279,13 +284,13 @@ class Watch:
             )
         if self._lost is None:
             return
-        grace_s, finishing = _GRACE_S, self._finishing
+        grace_s, finishing = _ENDING_S if self._is_ending else _GRACE_S, self._finishing
         if finishing is not None:
-            grace_s = max(self._timeout_s, _GRACE_S)
+            grace_s = max(self._timeout_s, grace_s)
             if (progress := finishing()) != self._finished:
                 self._finished, self._lost_s = progress, self._clock.now()
         if self._clock.now() - self._lost_s > grace_s:
-            said = self.at_end() if self.at_end is not None and finishing is None else ""
+            said = self.at_end() if self.at_end is not None and not self._is_ending else ""
             if said is not None:
                 self._end(f"{self._lost} {said}".strip())
 

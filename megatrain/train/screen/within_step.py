@@ -41,6 +41,8 @@ class WithinStep:
         self._every_s, self._clock = every_s, clock
         self._step: int | None = None
         self._began_s = self._shown_s = 0.0
+        self._has_passed = False
+        """A layer of the step has been seen to be passed."""
         self._lock = threading.Lock()
         self._has_ended = threading.Event()
 
@@ -58,7 +60,7 @@ class WithinStep:
         with self._lock:
             self._began_s = self._clock()
             self._shown_s = self._began_s + AFTER_S - self._every_s
-            self._step = number
+            self._step, self._has_passed = number, False
         try:
             yield
         finally:
@@ -92,6 +94,9 @@ class WithinStep:
         parts = [f"{format_duration(lasted_s)} so far"]
         if passed is None or passed.num_foreseen == 0 or passed.seconds > lasted_s:
             return parts[0]  # the forward of this step has not begun
+        if passed.num_visits == 0 and self._has_passed:
+            return parts[0]  # the engine waits for the next step, or begins this one anew
+        self._has_passed = passed.num_visits > 0
         visits = f"{passed.num_visits:,} of {passed.num_foreseen:,} passes of layers"
         parts = [f"{passed.share:.0%}", visits, *parts]
         if passed.num_visits == passed.num_foreseen:
