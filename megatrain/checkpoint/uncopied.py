@@ -7,12 +7,11 @@ share of it, and would come to it last.
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 LOOK_S = 0.0005
 """How often a process looks at what another one has said, while it has to."""
@@ -22,22 +21,16 @@ class Uncopied:
     """The blocks that are still to be copied."""
 
     def __init__(
-        self, num_blocks: int, file: int | None, place: int, size: int, look: Callable[[], object]
+        self, cells: npt.NDArray[np.int64], num_blocks: int, place: int, look: Callable[[], object]
     ) -> None:
         """Begin with none.
 
         Args:
+            cells: (num_blocks + the number of processes,) zeros that all of them map.
             num_blocks: The number of blocks.
-            file: A descriptor of zeroed memory, `nbytes_of(num_blocks, size)` of it, that all processes map;
-                it is closed here. None: this process is alone.
             place: The place of this process among them; the first one copies.
-            size: The number of processes.
             look: The function that raises where the process that copies is gone.
         """
-        memory = mmap.mmap(-1 if file is None else file, nbytes_of(num_blocks, size))
-        if file is not None:
-            os.close(file)
-        cells = np.frombuffer(memory, np.int64)
         self._held, self._wanted = cells[:num_blocks], cells[num_blocks:]  # the latter: a number and 1
         self._place, self._look = place, look
 
@@ -71,8 +64,3 @@ class Uncopied:
     def wanted(self) -> list[int]:
         """Return the blocks for which processes wait; the process that copies calls it."""
         return [number - 1 for number in self._wanted.tolist() if number]
-
-
-def nbytes_of(num_blocks: int, size: int) -> int:
-    """Return the bytes of memory that an `Uncopied` of so many blocks and processes maps."""
-    return 8 * (num_blocks + size)

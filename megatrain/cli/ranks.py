@@ -73,10 +73,7 @@ def start_ranks(
         _log.warning("%d ranks take turns on %d cores; more than one for each is slower", ranks, cores)
     directory = RunDirectory(Path(config.out))
 
-    policy = Restarts(directory, restarts)
-
     def again() -> list[str]:
-        policy.begin()
         if next(iter(find(directory.checkpoints)), None) is not None:
             return replace_settings(arguments, {"checkpoint.resume": "auto"})
         if config.checkpoint.resume not in ("auto", "no"):
@@ -97,8 +94,8 @@ def start_ranks(
         if not num_left and config.log.report and directory.is_run:
             leave_report(directory)  # a report by the first rank does not know how it ended
 
-    restarting = policy.wants if restarts else lambda code: False
-    return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell, restarts=restarting)
+    restarting = {"restarts": Restarts(directory, restarts).wants} if restarts else {}
+    return run_ranks(ranks, arguments, least=sequence, again=again, tell=tell, **restarting)
 
 
 def start_again(config: Config, arguments: Sequence[str], restarts: int, others: Mapping[str, bool]) -> int:

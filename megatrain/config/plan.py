@@ -83,6 +83,11 @@ class Plan:
         """Return the number of tokens that pass together without gradients."""
         return self.together * self.batch.micro_batch_size * self.batch.seq_len // self.batch.sequence
 
+    @property
+    def drive_written_bytes(self) -> int:
+        """Return the bytes that a step writes to the drives of a node, all of its ranks together."""
+        return self.batch.ranks_of_node * self.bytes_per_step.get("drive_written", 0)
+
     def tier_bytes(self, tier: str) -> int:
         """Return the bytes of all pools of a tier."""
         return sum(pool.nbytes for pool in self.pools if pool.tier == tier)

@@ -90,9 +90,9 @@ def run_ranks(
 
     Where a rank was killed, stopped or hung, the same run goes on from its newest checkpoint, to the same
     bits, with the largest number of ranks that is left and shares out the step's runs; or with as many as
-    before, where `restarts` wants that. The first signal of
-    `stop_signals` lets the ranks finish their step and save, or ends them if they do not train yet; a second
-    one ends them at once. After either nothing goes on.
+    before, where `restarts` wants that. The first signal of `stop_signals` lets the ranks finish their step
+    and save, or ends them if they do not train yet; a second one ends them at once. After either nothing
+    goes on.
 
     Args:
         num_ranks: The number of ranks: a power of two.

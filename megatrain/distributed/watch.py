@@ -140,7 +140,7 @@ class Watch:
         own = error if isinstance(error, Exception) and not isinstance(error, RankError) else None
         with suppress(RuntimeError):  # the store is gone, and so are those who would read it
             if own is not None and not self._is_silent:
-                self._store.set(ended(self._rank), str(as_ours(own) or own) or type(own).__name__)
+                self._say_end(own)
             elif self._lost is None:
                 self._store.set(left(self._rank), "")
         if self._lost is None and self._thread.is_alive():
@@ -187,9 +187,12 @@ class Watch:
     def ends(self, error: Exception) -> None:
         """Let the others know at once of the error that this rank is going to end with."""
         with suppress(RuntimeError):  # the store is gone
-            self._store.set(ended(self._rank), str(as_ours(error) or error) or type(error).__name__)
+            self._say_end(error)
             (own,) = self._read([self._rank]).values()
             self._agree(self._ending(self._rank, own))
+
+    def _say_end(self, error: Exception) -> None:
+        self._store.set(ended(self._rank), str(as_ours(error) or error) or type(error).__name__)
 
     @property
     def is_lost(self) -> bool:

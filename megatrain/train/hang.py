@@ -6,7 +6,6 @@ state is saved from RAM where it is whole and at home, and the process ends with
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import threading
@@ -19,7 +18,6 @@ from typing import NoReturn
 from megatrain.config.choice import Updates
 from megatrain.distributed.guard import Moves, RunningClock
 from megatrain.errors import HangError
-from megatrain.files import opened
 from megatrain.train.faults.rescue import not_saved, save_whole
 from megatrain.train.hang_watch import HangWatch
 from megatrain.train.records.directory import RunDirectory
@@ -66,7 +64,7 @@ def _end(run: Run, directory: RunDirectory, saves: Saves, silent_s: float, what:
     patience_s = max(LEAST_S, silent_s)
     try:
         said = [f"{what or _where(run)} has made no progress for {format_duration(silent_s)}"]
-        _try(lambda: said.append(_stacks(directory)), lambda: 0, patience_s)
+        _try(lambda: said.append(directory.write_stacks()), lambda: 0, patience_s)
         saved: list[str] = []
         _try(lambda: saved.append(_save(run, directory, saves)), lambda: saves.num_left, patience_s)
         if not saved:
@@ -85,13 +83,6 @@ def _where(run: Run) -> str:
     if passed is None:
         return f"step {step}"
     return f"step {step} ({passed.num_visits:,} of {passed.num_foreseen:,} passes of layers)"
-
-
-def _stacks(directory: RunDirectory) -> str:
-    """Write where each thread stands, and say so."""
-    with opened(directory.stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    return f"{directory.stacks} says where each thread stands"
 
 
 def _save(run: Run, directory: RunDirectory, saves: Saves) -> str:

@@ -21,6 +21,7 @@ from megatrain.train.commands.restarts import oom_kills, run_again
 from megatrain.train.loop import train
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.json_lines import read_rows
+from tests.train.killed_once import killed_once
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
 
@@ -155,18 +156,8 @@ def test_killed_run_goes_on_by_itself_to_the_same_bits(tmp_path: Path) -> None:
     train(make_config(tmp_path / "whole", log={"report": False}, train={"steps": 8}))
     config = make_config(tmp_path, log={"report": False}, train={"steps": 8})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal\n"
-        "rename, mark = os.rename, os.environ['MARK']\n"
-        "def renamed(source, target, *more):\n"
-        "    rename(source, target, *more)\n"
-        "    if str(target).endswith('step-00000004') and not os.path.exists(mark):\n"
-        "        open(mark, 'w').close()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "os.rename = renamed\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    added = {"PYTHONPATH": path, "MARK": str(tmp_path / "mark"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    added = killed_once(tmp_path, os.environ.get("PYTHONPATH", ""))
+    added["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     ended = subprocess.run(
         [sys.executable, "-m", "megatrain", "train", str(tmp_path / "run.yaml"), "--restarts", "3"],
         env=os.environ | added,

@@ -72,7 +72,7 @@ def economics(
     price, source = hourly_price(spec, price_per_hour_usd)
     usd = None if price is None else price * seconds / _HOUR_S
     watts = machine_watts(spec)
-    written = plan.batch.ranks_of_node * plan.bytes_per_step.get("drive_written", 0)
+    written = plan.drive_written_bytes
     per_day = written * DAY_S / plan.step_s
     rated = None if spec.drives is None else spec.drives.rated_bytes_written
     drives = spec.drives

@@ -53,10 +53,10 @@ class Restarts:
         """
         self._directory, self._left, self._root = directory, restarts, root
         self._ends: dict[int, int] = {}
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
-        """Note how far the run is, and how many processes were killed, as it is started."""
+    def _begin(self) -> None:
+        """Note how far the run is, and how many processes were killed, as it is about to be started."""
         self._begun, self._kills = reached(self._directory), oom_kills(self._root)
 
     def wants(self, code: int, *, records: bool = False) -> bool:
@@ -72,7 +72,7 @@ class Restarts:
             _record(self._directory, step, said, exit_code_of(code))
         self._ends[step] = self._ends.get(step, 0) + 1
         has_grown = code == CapacityError.exit_code and step > self._begun
-        if code >= 0 and code < 128 and code not in _MENDABLE and not has_grown:
+        if 0 <= code < 128 and code not in _MENDABLE and not has_grown:
             return False
         if not self._left:
             _log.error("the run %s after step %d; --restarts allows no further start", said, step)
@@ -84,6 +84,7 @@ class Restarts:
         self._left -= 1
         text = "the run %s after step %d; starting it again (%s left)"
         _log.warning(text, said, step, counted(self._left + 1, "start"))
+        self._begin()
         return True
 
 
@@ -102,7 +103,6 @@ def run_again(
     """
     policy = Restarts(directory, restarts, root)
     while True:
-        policy.begin()
         with _passing_on() as child:
             code = child.run(command())
         if code == 0 or child.signals or not policy.wants(code, records=True):

@@ -26,7 +26,7 @@ from megatrain.train.run import Run
 
 _log = logging.getLogger(__name__)
 
-_TOLD = (DivergedError, RankError, CallbackError, MovedError)
+TOLD = (DivergedError, CallbackError, MovedError)
 """The errors that say themselves what is saved: a run that diverged goes back, and what a callback's error
 leaves is saved, as is what a directory that was moved leaves."""
 
@@ -55,7 +55,7 @@ def rescued(
         is_torn = run.engine.arrangement.integrity.cause is not None
         if together is not None:
             said = together(error)
-        elif isinstance(error, _TOLD) or is_torn or run.ranks.size > 1:
+        elif isinstance(error, (*TOLD, RankError)) or is_torn or run.ranks.size > 1:
             raise
         else:
             let_go(error)

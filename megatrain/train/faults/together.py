@@ -7,9 +7,7 @@ that ends answers to nothing else. The first one saves, and the others stay unti
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import mmap
 import os
 import threading
 import time
@@ -21,12 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.config.choice import Updates
+from megatrain.distributed.cells import shared_cells
 from megatrain.distributed.processes import status_of
-from megatrain.errors import CallbackError, DivergedError, RankError, first_line
-from megatrain.files import opened
-from megatrain.train.faults.rescue import not_saved, save_whole
+from megatrain.errors import RankError, first_line
+from megatrain.train.faults.rescue import TOLD, not_saved, save_whole
 from megatrain.train.out_of_memory import let_go
-from megatrain.train.records.directory import MovedError, RunDirectory
+from megatrain.train.records.directory import RunDirectory
 from megatrain.train.run import Run
 from megatrain.train.saves.saves import Saves
 
@@ -41,22 +39,16 @@ _TEXT_BYTES = 4096
 _NONE = -1
 """A rank holds no whole step, or not all of it in RAM."""
 
-_TOLD = (DivergedError, CallbackError, MovedError)
-"""Errors of the first rank that say themselves what is saved."""
-
 
 class Ending:
     """What ranks of a node tell each other at the end, in memory that they share."""
 
     def __init__(self, ranks: Ranks | Alone) -> None:
         """Map the memory; all ranks call it, and there are several."""
-        file = ranks.shared_memory(8 * (ranks.size + 1) + _TEXT_BYTES)
-        assert file is not None
-        memory = mmap.mmap(file, 8 * (ranks.size + 1) + _TEXT_BYTES)
-        os.close(file)
-        cells = np.frombuffer(memory, np.int64, ranks.size + 1)
-        self._held, self._length = cells[:-1], cells[-1:]  # of the text, and 1; 0: it is not said yet
-        self._text = np.frombuffer(memory, np.uint8, offset=cells.nbytes)
+        size = ranks.size
+        cells = shared_cells(ranks, size + 1 + _TEXT_BYTES // 8)
+        self._held, self._length = cells[:size], cells[size : size + 1]  # of the text, and 1; 0: not said yet
+        self._text = cells[size + 1 :].view(np.uint8)
         self._processes = [int(process) for process in ranks.gather_values(os.getpid())]
         self._rank = ranks.rank
         self._claimed = threading.Lock()
@@ -114,13 +106,13 @@ def saved_together(run: Run, directory: RunDirectory, ending: Ending, error: Exc
         with suppress(Exception):  # what has failed is known
             run.engine.settle()
         num_held, held = _held(run)
-        ending.post(_NONE if isinstance(error, _TOLD) else held)
+        ending.post(_NONE if isinstance(error, TOLD) else held)
         if run.ranks.rank > 0:
             return ending.said()
         said = ""
         try:
             step, are_all = ending.agreed()
-            if isinstance(error, _TOLD):
+            if isinstance(error, TOLD):
                 pass
             elif step is not None:
                 said = save_whole(
@@ -152,9 +144,7 @@ def _end_late(run: Run, directory: RunDirectory, saves: Saves, ending: Ending) -
         return None
     rank, said = run.ranks.rank, ""
     with suppress(Exception):
-        name = directory.stacks.with_stem(f"{directory.stacks.stem}-{rank}")
-        with opened(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        directory.write_stacks(rank)
     num_held, held = 0, _NONE
     with suppress(Exception):
         num_held, held = _held(run)

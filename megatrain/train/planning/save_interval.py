@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
+from megatrain.config import Config
 from megatrain.config.plan import Plan
 from megatrain.config.types import seconds_between, steps_between
+from megatrain.plan.cost.saved_bytes import checkpoint_bytes
+from megatrain.plan.search.request import Request
 
 LEAST_S = 600.0
 """Seconds between checkpoints of `auto`, at least."""
@@ -20,6 +24,28 @@ COMMON_RATE = 1e9
 def is_timed(every: int | str | None) -> bool:
     """Return whether a value of `checkpoint.every` is a time, or `auto`, which is one."""
     return every == "auto" or seconds_between(every) is not None
+
+
+def is_behind(config: Config, num_nodes: int) -> bool:
+    """Return whether a run on so many nodes goes on training while a checkpoint is written."""
+    return config.checkpoint.background and num_nodes == 1
+
+
+def planned_facts(request: Request, plan: Plan) -> dict[str, Any]:
+    """Return the arguments of `planned_save` and `planned_wait` that a plan tells.
+
+    Args:
+        request: The request for the plan.
+        plan: The plan.
+    """
+    drives = request.spec.drives
+    nbytes = checkpoint_bytes(request.anatomy, request.optimizer)
+    return {
+        "nbytes": nbytes,
+        "away_bytes": min(nbytes, plan.tier_bytes("nvme") // 2),  # there are two copies there
+        "write_bytes_per_s": COMMON_RATE if drives is None else drives.write_bytes_per_s,
+        "read_bytes_per_s": COMMON_RATE if drives is None else drives.read_bytes_per_s,
+    }
 
 
 def least_interval(cost_s: float, wear_s: float = 0.0) -> float:
@@ -48,8 +74,7 @@ def wear_interval(
     """
     if rated_bytes is None or not num_steps:
         return 0.0
-    of_state = plan.batch.ranks_of_node * plan.bytes_per_step.get("drive_written", 0) * num_steps
-    left = rated_bytes - written_bytes - of_state
+    left = rated_bytes - written_bytes - plan.drive_written_bytes * num_steps
     return num_steps * plan.step_s * nbytes / left if left > nbytes else 0.0
 
 

@@ -20,12 +20,14 @@ from megatrain.config.sizes import binary, counted
 from megatrain.config.types import steps_between
 from megatrain.errors import CapacityError, os_errors
 from megatrain.hardware.this_machine import existing_parent
-from megatrain.plan.cost.saved_bytes import checkpoint_bytes, model_bytes
+from megatrain.plan.cost.saved_bytes import model_bytes
 from megatrain.plan.search.request import Request
 from megatrain.store.drives.places import STATE_NAME, bytes_taken
 from megatrain.train.planning.save_interval import (
     COMMON_RATE,
+    is_behind,
     is_timed,
+    planned_facts,
     planned_interval,
     planned_wait,
     wear_interval,
@@ -194,17 +196,11 @@ def space_of(
         if not found.f_blocks:  # as some network file systems have it
             return None
         there = len(find(directory.checkpoints)) if directory.checkpoints.is_dir() else 0
-        drives = request.spec.drives
-        nbytes = checkpoint_bytes(request.anatomy, request.optimizer)
+        facts = planned_facts(request, plan)
+        nbytes = facts["nbytes"]
         wait_s = nbytes / COMMON_RATE
-        if config.checkpoint.background and request.batch.num_nodes == 1:
-            wait_s = planned_wait(
-                step_s=step_s,
-                nbytes=nbytes,
-                away_bytes=min(nbytes, drive_bytes // 2),  # there are two copies there
-                write_bytes_per_s=COMMON_RATE if drives is None else drives.write_bytes_per_s,
-                read_bytes_per_s=COMMON_RATE if drives is None else drives.read_bytes_per_s,
-            )
+        if is_behind(config, request.batch.num_nodes):
+            wait_s = planned_wait(step_s=step_s, **facts)
         interval_s = planned_interval(
             config.checkpoint.every,
             steps_per_epoch or num_steps or 1,

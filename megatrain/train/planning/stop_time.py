@@ -8,9 +8,8 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.plan import Plan
-from megatrain.plan.cost.saved_bytes import checkpoint_bytes
 from megatrain.plan.search.request import Request
-from megatrain.train.planning.save_interval import COMMON_RATE, planned_save
+from megatrain.train.planning.save_interval import is_behind, planned_facts, planned_save
 from megatrain.train.records.metrics import format_duration
 
 _MARGIN = 1.5
@@ -64,14 +63,6 @@ def stop_time(config: Config, request: Request, plan: Plan, *, evaluation_s: flo
         plan: The plan.
         evaluation_s: The seconds of an evaluation; 0: there is none, or it is not known.
     """
-    drives = request.spec.drives
-    nbytes = checkpoint_bytes(request.anatomy, request.optimizer)
-    save_s = planned_save(
-        nbytes=nbytes,
-        away_bytes=min(nbytes, plan.tier_bytes("nvme") // 2),  # there are two copies there
-        write_bytes_per_s=COMMON_RATE if drives is None else drives.write_bytes_per_s,
-        read_bytes_per_s=COMMON_RATE if drives is None else drives.read_bytes_per_s,
-    )
-    saves = config.checkpoint
-    is_behind = saves.background and saves.every is not None and request.batch.num_ranks == 1
-    return StopTime(at_s=max(plan.step_s, evaluation_s, save_s if is_behind else 0.0), save_s=save_s)
+    save_s = planned_save(**planned_facts(request, plan))
+    may_save = config.checkpoint.every is not None and is_behind(config, request.batch.num_nodes)
+    return StopTime(at_s=max(plan.step_s, evaluation_s, save_s if may_save else 0.0), save_s=save_s)

@@ -6,6 +6,7 @@ may be.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from megatrain.checkpoint.save import remove_leftovers
 from megatrain.config import Config, dump_config
 from megatrain.config.decided import as_settings
 from megatrain.errors import OutputError, os_errors
-from megatrain.files import make_directories, system, temporary_of, write_bytes_durably
+from megatrain.files import make_directories, opened, system, temporary_of, write_bytes_durably
 from megatrain.hardware import host_memory
 from megatrain.hardware.accelerators import accelerator, check_accelerator, device_name
 from megatrain.hardware.cores import allowed_cpus
@@ -115,6 +116,20 @@ class RunDirectory:
             return False
         inner = os.listdir(self.checkpoints)
         return bool(inner) and all(is_leftover(name) or parse_directory_name(name) for name in inner)
+
+    def write_stacks(self, rank: int | None = None) -> str:
+        """Write where each thread of this process stands, and say so.
+
+        Args:
+            rank: The number of this process among several that train together; None: it is the only one.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        path = self.stacks if rank is None else self.stacks.with_stem(f"{self.stacks.stem}-{rank}")
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        return f"{path} says where each thread stands"
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -128,8 +128,8 @@ def lend_away(engine: Engine, but: Collection[int] = ()) -> None:
 
     That one calls this too if a save has failed, for the blocks `but` those that it has read.
     """
-    for number in engine.host.on_device.held:
-        if engine.host.layouts[number].num_state and number not in but:
+    for number in trained_blocks(engine.host):
+        if engine.host.on_device.holds(number) and number not in but:
             with engine.host.borrow(number):
                 pass
 

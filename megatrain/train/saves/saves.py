@@ -17,12 +17,13 @@ from typing import Any
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.save import LeftOverError, save
 from megatrain.checkpoint.saver import Saver, Wanted
-from megatrain.checkpoint.uncopied import Uncopied, nbytes_of
+from megatrain.checkpoint.uncopied import Uncopied
+from megatrain.distributed.cells import shared_cells
 from megatrain.errors import HardwareError, MegatrainError, OutputError, first_line
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.plan.cost.saved_bytes import checkpoint_bytes
 from megatrain.train.adapters import base_of
-from megatrain.train.planning.save_interval import SaveInterval, wear_interval
+from megatrain.train.planning.save_interval import SaveInterval, is_behind, wear_interval
 from megatrain.train.planning.space import rated_bytes
 from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.resume.state import lend_away, lend_state
@@ -93,12 +94,12 @@ class Saves:
         self._saver: Saver | None = None
         settings = run.config.checkpoint
         self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch, wear_s=_wear_interval(run))
-        self._is_background = settings.background and run.ranks.num_nodes == 1
+        self._is_background = is_behind(run.config, run.ranks.num_nodes)
         self._uncopied: Uncopied | None = None
         if self._is_background and run.ranks.size > 1:
-            num_blocks, size = len(run.engine.host.layouts), run.ranks.size
-            memory = run.ranks.shared_memory(nbytes_of(num_blocks, size))
-            self._uncopied = Uncopied(num_blocks, memory, run.ranks.rank, size, run.ranks.watch.look)
+            num_blocks = len(run.engine.host.layouts)
+            cells = shared_cells(run.ranks, num_blocks + run.ranks.size)
+            self._uncopied = Uncopied(cells, num_blocks, run.ranks.rank, run.ranks.watch.look)
         if self._is_background and run.ranks.rank == 0:
             self._contents = self._make_contents()
             left = run.engine.host.bytes_left // 2  # of what the plan leaves

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megatrain.train.records.json_lines import read_rows
+from tests.train.killed_once import killed_once
 from tests.train.project import make_config
 from tests.train.test_loop import assert_same_runs
 
@@ -109,22 +110,11 @@ def test_a_run_one_of_whose_ranks_is_stopped_goes_on_with_two_to_the_same_bits(t
 @pytest.mark.parity
 def test_ranks_of_which_one_is_killed_start_again_with_as_many(tmp_path: Path) -> None:
     """The first one is killed when it has saved step 4; with `--restarts`, both go on."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal\n"
-        "rename, mark = os.rename, os.environ['MARK']\n"
-        "def renamed(source, target, *more):\n"
-        "    rename(source, target, *more)\n"
-        "    if str(target).endswith('step-00000004') and not os.path.exists(mark):\n"
-        "        open(mark, 'w').close()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "os.rename = renamed\n"
-    )
-    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
     config = config_of(tmp_path, "killed", 2)
     whole = config_of(tmp_path, "whole", 2)
     run = subprocess.run(
         [sys.executable, "-m", "megatrain", "train", config, "--ranks", "2", "--restarts", "3"],
-        env=ENVIRONMENT | {"PYTHONPATH": path, "MARK": str(tmp_path / "mark")},
+        env=ENVIRONMENT | killed_once(tmp_path, ENVIRONMENT["PYTHONPATH"]),
         capture_output=True,
         text=True,
         timeout=WAIT_S,

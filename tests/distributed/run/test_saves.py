@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from megatrain import files
@@ -160,7 +161,7 @@ def test_a_wait_ends_when_the_process_that_copies_is_gone() -> None:
         asked.append(uncopied.wanted())
         raise RankError("rank 0 has ended")
 
-    uncopied = Uncopied(3, None, 1, 2, look)
+    uncopied = Uncopied(np.zeros(5, np.int64), 3, 1, look)
     uncopied.hold([0, 2])
     uncopied.wait(1)
     with pytest.raises(RankError):

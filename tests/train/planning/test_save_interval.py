@@ -59,9 +59,7 @@ def test_a_time_counts_from_the_last_checkpoint() -> None:
 
 def test_auto_lets_the_drive_outlive_the_run() -> None:
     """A drive rated for 1.2 PB, of which state takes 0.2 PB, in 30 days: 1.44 TB every 62 minutes."""
-    plan: Any = SimpleNamespace(
-        batch=SimpleNamespace(ranks_of_node=2), bytes_per_step={"drive_written": 10**9}, step_s=25.92
-    )
+    plan: Any = SimpleNamespace(drive_written_bytes=2 * 10**9, step_s=25.92)
     given: dict[str, Any] = {"nbytes": 1_440 * 10**9, "num_steps": 100_000}
     wear_s = wear_interval(plan, rated_bytes=1.2e15, **given)
     assert wear_s == pytest.approx(2_592_000 * 1.44e12 / 1e15)

@@ -189,12 +189,7 @@ def test_a_run_with_slow_layers_shows_its_steps_and_says_what_a_signal_brings(
     assert said[0] == 1, "while the layer goes on"
 
 
-def test_a_second_signal_ends_a_process_whose_main_thread_hears_none(tmp_path: Path) -> None:
-    """It clears up for longer than it may: what is not saved is lost, and the exit code is that of Ctrl-C."""
-    script = """
-import logging, signal, sys, time
-logging.basicConfig(stream=sys.stderr)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background inherits none
+_CLEARS_UP = """
 from megatrain.train import shutdown
 shutdown.GRACE_S = 0.5
 with shutdown.stop_flag() as stop:
@@ -204,8 +199,18 @@ with shutdown.stop_flag() as stop:
     finally:
         time.sleep(60)
 """
+"""What follows in a process that clears up for longer than it may, once it is interrupted."""
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_hears_none(tmp_path: Path) -> None:
+    """It clears up for longer than it may: what is not saved is lost, and the exit code is that of Ctrl-C."""
+    script = """
+import logging, signal, sys, time
+logging.basicConfig(stream=sys.stderr)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background inherits none
+"""
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script + _CLEARS_UP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -235,16 +240,8 @@ class Hung(logging.Handler):
         time.sleep(60)
 logging.getLogger().addHandler(Hung())
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from megatrain.train import shutdown
-shutdown.GRACE_S = 0.5
-with shutdown.stop_flag() as stop:
-    print("ready", flush=True)
-    try:
-        time.sleep(60)
-    finally:
-        time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", script + _CLEARS_UP], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in ("ready", "hangs"):
         assert process.stdout.readline() == f"{line}\n"
