@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain import files
@@ -143,8 +143,8 @@ def put(root: Path, step: int, tag: str, *, keep_last: int = 9) -> Path:
     return save.save(root, step=step, write=write_payload(tag), meta={"tag": tag}, keep_last=keep_last)
 
 
-def put_behind(root: Path, step: int, tag: str, *, keep_last: int = 9) -> Path:
-    """Save the same files in the background, one chunk at a time."""
+def put_behind(root: Path, step: int, tag: str, *, keep_last: int = 9, buffer_bytes: int = 1) -> Path:
+    """Save the same files in the background, one chunk at a time if there is room for no more."""
     large = [
         LargeFile("weights.safetensors", f"weights {tag}".encode() * 40, ()),
         LargeFile("deep/moments", f"moments {tag}".encode() * 30, ()),
@@ -153,7 +153,7 @@ def put_behind(root: Path, step: int, tag: str, *, keep_last: int = 9) -> Path:
     def rest(directory: Path) -> None:
         files.write_bytes_durably(directory / "plain", f"plain {tag}".encode() * 20)
 
-    saver = Saver(root, ChunkWriter(1, large))
+    saver = Saver(root, ChunkWriter(buffer_bytes, large))
     try:
         saver.begin(
             Wanted(step=step, files=large, write_rest=rest, meta={"tag": tag}, keep_last=keep_last), ()
@@ -192,6 +192,8 @@ class Scenario:
     """Whether two earlier crashes left something."""
     is_behind: bool = False
     """Whether it is saved in the background."""
+    buffer_bytes: int = 1
+    """Room for what is written in the background at once."""
 
     @property
     def old(self) -> tuple[int, str] | None:
@@ -210,7 +212,9 @@ class Scenario:
 
     def run(self, root: Path) -> Path:
         """Save."""
-        return (put_behind if self.is_behind else put)(root, *self.new, keep_last=self.keep_last)
+        if self.is_behind:
+            return put_behind(root, *self.new, keep_last=self.keep_last, buffer_bytes=self.buffer_bytes)
+        return put(root, *self.new, keep_last=self.keep_last)
 
     def check_afterwards(self, root: Path) -> None:
         """Assert that the old or the new one is whole, and that the next save leaves nothing else behind."""
@@ -230,3 +234,12 @@ SCENARIOS = {
     "again, other": Scenario(before=((10, "a"), (20, "b")), new=(20, "c"), keep_last=1),
     "behind": Scenario(before=((10, "a"), (20, "b")), new=(30, "c"), keep_last=1, is_behind=True),
 }
+_RETENTION_BEHIND = replace(SCENARIOS["retention"], is_behind=True)
+MORE_BEHIND = {
+    "behind, first": replace(SCENARIOS["first"], is_behind=True),
+    "behind, retention": _RETENTION_BEHIND,
+    "behind, again": replace(SCENARIOS["again, other"], is_behind=True),
+    "behind, in parallel": replace(SCENARIOS["behind"], buffer_bytes=1 << 20),
+    "behind, retention, in parallel": replace(_RETENTION_BEHIND, buffer_bytes=1 << 20),
+}
+"""Further saves in the background, by one thread or by several, whose calls have another order each time."""

@@ -1,7 +1,8 @@
 """A disk that forgets: what the weakest POSIX filesystem may hold when the power is cut in a real save.
 
-Until a file is fsynced any part of its writes may be lost; until a directory is fsynced any subset of the
-changes to its names may be. After each call a random such state can be put on a real disk and looked at.
+Until a file is fsynced any part of its writes may be lost, a later one kept where an earlier one is not;
+until a directory is fsynced any subset of the changes to its names may be. After each call a random such
+state can be put on a real disk and looked at.
 
 Source: the crash model of ALICE (Pillai et al., OSDI 2014), in its most pessimistic form.
 """
@@ -24,10 +25,28 @@ from tests.checkpoint.faults import Watched
 
 @dataclass
 class File:
-    """What a file holds for sure, and the bytes that may be lost."""
+    """What a file holds for sure, and the writes that may be lost: where they begin, and their bytes."""
 
     safe: bytes = b""
-    pending: bytes = b""
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes that the file has while the power is on."""
+        return max([len(self.safe), *(offset + len(data) for offset, data in self.pending)])
+
+    def fsync(self) -> None:
+        """Make every write so far safe."""
+        self.safe, self.pending = self.after(len), []
+
+    def after(self, kept: Callable[[bytes], int]) -> bytes:
+        """Return what it holds where so many bytes of each write are kept; what is lost between is zero."""
+        content = bytearray(self.safe)
+        for offset, data in self.pending:
+            if part := data[: kept(data)]:
+                content.extend(bytes(max(0, offset + len(part) - len(content))))
+                content[offset : offset + len(part)] = part
+        return bytes(content)
 
 
 @dataclass
@@ -98,7 +117,7 @@ class ForgetfulSystem(Watched):
         count = super().write(descriptor, data)
         node = self._node(self._paths[descriptor])
         assert isinstance(node, File)
-        node.pending += bytes(data[:count])
+        node.pending.append((node.size, bytes(data[:count])))
         self.after_call()
         return count
 
@@ -106,8 +125,7 @@ class ForgetfulSystem(Watched):
         count = super().write_at(descriptor, data, offset)
         node = self._node(self._paths[descriptor])
         assert isinstance(node, File)
-        assert offset == len(node.safe) + len(node.pending), "the model appends"
-        node.pending += bytes(data[:count])
+        node.pending.append((offset, bytes(data[:count])))
         self.after_call()
         return count
 
@@ -116,10 +134,7 @@ class ForgetfulSystem(Watched):
         self.fsyncs.append(path)
         if len(self.fsyncs) - 1 != self._dropped_fsync and path.name != self._dropped_name:
             node = self._node(path)
-            if isinstance(node, File):
-                node.safe, node.pending = node.safe + node.pending, b""
-            else:
-                node.fsync()
+            node.fsync()
             self.after_call()
 
     def mkdir(self, path: Path, mode: int) -> None:
@@ -191,5 +206,5 @@ def _put(tree: Directory, target: Path, chance: random.Random, share: float) -> 
         if isinstance(node, Directory):
             _put(node, target / name, chance, share)
         else:
-            kept = chance.choice((0, len(node.pending) // 2, len(node.pending)))
-            (target / name).write_bytes(node.safe + node.pending[:kept])
+            content = node.after(lambda data: chance.choice((0, len(data) // 2, len(data))))
+            (target / name).write_bytes(content)

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from megatrain import files
-from megatrain.checkpoint import load
+from megatrain.checkpoint import background, format, load
 from megatrain.errors import OutputError
-from tests.checkpoint.faults import SCENARIOS, Failing, Watched, newest, put
+from tests.checkpoint.faults import MORE_BEHIND, SCENARIOS, Failing, Watched, newest, put
 from tests.checkpoint.powercut import ForgetfulSystem, InTurn
 
 Event = tuple[str, Path]
@@ -114,13 +114,41 @@ def test_kill_at_every_call_leaves_old_or_new(tmp_path: Path) -> None:
     assert states == {(name, state) for name, item in SCENARIOS.items() for state in (item.old, item.new)}
 
 
-@pytest.mark.parametrize("name", ["only", "retention", "again, other", "behind"])
+@pytest.mark.parametrize(
+    "name", ["only", "retention", "again, other", "behind", "behind, retention, in parallel"]
+)
 def test_power_cut_at_every_call_leaves_old_or_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     states, bad = power_cuts(tmp_path, monkeypatch, name, num_states=8)
     assert bad == 0
     assert states > 200
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", [10_000])
+def test_every_state_that_a_power_cut_leaves_is_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Of so many in all; each save that is cut has files of several chunks where they are written behind."""
+    monkeypatch.setattr(format, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(background, "CHUNK_BYTES", 64)
+    names = [*SCENARIOS, *MORE_BEHIND]
+    found = dict.fromkeys(names, 0)
+    for seed in itertools.count():
+        for name in names:
+            run = tmp_path / f"{seed} {name}"
+            run.mkdir()
+            with monkeypatch.context() as patch:
+                states, bad = power_cuts(run, patch, name, num_states=4, seed=seed)
+            assert bad == 0, (seed, name)
+            found[name] += states
+            shutil.rmtree(run)
+        if sum(found.values()) >= number:
+            break
+    print(f"{sum(found.values())} states: {found}")
+    assert min(found.values()) > number // 30
 
 
 def test_power_cut_test_sees_a_missing_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +201,14 @@ def power_cuts(
     name: str,
     *,
     num_states: int,
+    seed: int = 0,
     dropped_fsync: int = -1,
     dropped_name: str = "",
 ) -> tuple[int, int]:
     """Cut the power `num_states` times after every call; count the states, and those without old or new."""
-    scenario, chance = SCENARIOS[name], random.Random(0)
+    scenario, chance = {**SCENARIOS, **MORE_BEHIND}[name], random.Random(seed)
     root, copy = tmp_path / "checkpoints", tmp_path / "copy"
+    root.mkdir()
     scenario.prepare(root)
     real = files.system
     system = ForgetfulSystem(root, dropped_fsync=dropped_fsync, dropped_name=dropped_name)
