@@ -46,6 +46,7 @@ from megatrain.hf.optimizer import (
     streamed,
 )
 from megatrain.hf.ranks import join
+from megatrain.hf.rescue import LastStep
 from megatrain.stream.engine import Engine
 from megatrain.stream.optimizer import StreamedOptimizer
 from megatrain.stream.steps import PassBefore
@@ -93,6 +94,7 @@ class Streaming(_Base):
         args = require_given(given)
         self._ranks = join(args)
         self._control = FirstDecides(self._ranks, self)
+        self._last_step = LastStep(self, self._ranks)
         self._args = given["args"] = mapped(args, self._ranks)
         with_even_rows(given, self._megatrain)
         self._clipped = self._args.max_grad_norm
@@ -161,7 +163,7 @@ class Streaming(_Base):
     # -- a step ---------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the plain trainer does.
+        """Train as the plain trainer does; where an error ends it, the last whole step is saved.
 
         Raises:
             ConfigError: Another trainer has taken the model.
@@ -169,7 +171,7 @@ class Streaming(_Base):
         self._hold_model()
         say_who_looks_at_gradients(self.callback_handler.callbacks)
         self.engine.zero_grad()
-        with self._control.training():
+        with self._control.training(), self._last_step.rescued():
             done = super().train(*args, **kwargs)
         self.engine.settle()  # all ranks settle, since the first one may save the model alone
         self._ranks.watch.doing("after its training", prepares=True)
@@ -188,6 +190,7 @@ class Streaming(_Base):
         group, step = self._group, super().training_step
         if not group.has_run:
             self._ranks.watch.doing(f"at step {self.state.global_step + 1}")
+            self._last_step.begin()
             group.run(
                 self,
                 lambda batch: step(model, batch, *args, **kwargs),
@@ -269,11 +272,13 @@ class Streaming(_Base):
         self._clip_grad_norm(model)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        self._last_step.note()
         with self._control.together():
             stats = self._streamed.last_stats
             if stats is not None and self.control.should_log:
                 grad_norm = stats.grad_norm  # reading waits for it, so it is read for the log alone
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        self._last_step.note()
 
     # -- evaluation -----------------------------------------------------------------------------------------
 
@@ -336,6 +341,7 @@ class Streaming(_Base):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._ranks.watch.moving(f"saving step {self.state.global_step}"):
             super()._save_checkpoint(*args, **kwargs)
+        self._last_step.saved()
         # The others may have looked for the best checkpoint before it was there.
         self.state.best_model_checkpoint = self._ranks.tell(self.state.best_model_checkpoint)
 
