@@ -22,16 +22,12 @@ import xxhash
 
 from megatrain import files
 from megatrain.checkpoint import format
+from megatrain.checkpoint.comparison import DIRECT_BYTES, PAGE_BYTES, padded
 from megatrain.checkpoint.contents import Group, LargeFile, Lent, Part
 from megatrain.checkpoint.format import FileEntry
 from megatrain.errors import os_errors
 
 _log = logging.getLogger(__name__)
-
-PAGE_BYTES = 4096
-"""Direct writes begin and end at multiples of this."""
-DIRECT_BYTES = 1 << 20
-"""Smaller files are written through the page cache, where direct writes save nothing."""
 
 
 class Target:
@@ -144,11 +140,6 @@ class Chunk:
         digest = xxhash.xxh3_128_hexdigest(data)
         num_bytes = padded(self._num_bytes) if self._target.is_direct else self._num_bytes
         self._target.write(self._number, whole[:num_bytes], digest)
-
-
-def padded(num_bytes: int) -> int:
-    """Return the bytes of the whole pages that hold so many."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _make_direct(descriptor: int, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Find the checkpoints of a run, prove one whole, and read its tensors without running any code of it.
+"""Find the checkpoints of a run, and prove one whole; `reader` reads its tensors.
 
 What must stay true: nothing is taken from a checkpoint before the digests of all its files have been
 compared, and nothing damaged is passed over without a word. Reading changes no file.
@@ -12,16 +12,12 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
 
 from megatrain import files
 from megatrain.checkpoint import format
-from megatrain.checkpoint.comparison import check_size, compare
-from megatrain.errors import NO_TENSOR, CheckpointError, first_line, os_errors, os_sentence
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from megatrain.checkpoint.comparison import check_size, compare, every_chunk
+from megatrain.errors import CheckpointError, os_errors, os_sentence
 
 _DAMAGE = (None, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The errors with which reading a damaged or missing file ends; another error says nothing about the file."""
@@ -34,6 +30,7 @@ class DamagedError(CheckpointError):
         super().__init__(
             f"checkpoint {path} is damaged: {reason}; restore it from a copy or resume from another"
         )
+        self.path = path
         self.reason = reason
 
 
@@ -71,13 +68,19 @@ def find_step(root: Path, step: int) -> Path | None:
 
 
 def verify(
-    path: Path, *, digests: bool = True, passed: Callable[[int], None] = lambda num_bytes: None
+    path: Path,
+    *,
+    digests: bool = True,
+    is_later: Callable[[str], bool] = lambda name: False,
+    passed: Callable[[int], None] = lambda num_bytes: None,
 ) -> format.Manifest:
     """Compare every file of a checkpoint with the manifest, and return the manifest.
 
     Args:
         path: The checkpoint directory, under its own name or any name of the user's.
         digests: Whether to read the files; False compares names and sizes only.
+        is_later: Says of the name of a file whether it is not read now, since it will be compared as it is
+            loaded.
         passed: Called with the number of bytes that were found right, again and again.
 
     Raises:
@@ -86,15 +89,28 @@ def verify(
         CheckpointError: There is no such directory, a later version of megatrain wrote it, or the system does
             not let it be read.
     """
-    try:
+    with damage_told(path):
         if not _is_directory(path):
             raise CheckpointError(
                 f"there is no checkpoint directory {path}; check the path, or resume from another"
             )
         manifest = _verify(path)
         if digests:
-            compare(path, manifest, passed)
+            now = every_chunk(entry for entry in manifest.files if not is_later(entry.name))
+            compare(path, manifest, passed, chunks=now)
         return manifest
+
+
+@contextlib.contextmanager
+def damage_told(path: Path) -> Iterator[None]:
+    """Name a checkpoint in the errors inside about the contents of its files, and about reading them.
+
+    Raises:
+        DamagedError: A file is damaged or missing.
+        CheckpointError: A later version of megatrain wrote it, or the system does not let it be read.
+    """
+    try:
+        yield
     except format.NewerFormatError as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be read: {error}; install the megatrain that wrote it"
@@ -110,7 +126,12 @@ def verify(
 
 
 def newest_whole(
-    root: Path, *, warn: Callable[[str], None], digests: bool = True
+    root: Path,
+    *,
+    warn: Callable[[str], None],
+    digests: bool = True,
+    is_later: Callable[[str], bool] = lambda name: False,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> tuple[Path, format.Manifest] | None:
     """Return the newest checkpoint that is whole, with its manifest; None if there is no checkpoint at all.
 
@@ -118,6 +139,8 @@ def newest_whole(
         root: The directory of the run's checkpoints.
         warn: Called with one sentence for each damaged checkpoint that is passed over.
         digests: A claim that digests are compared too, as in `verify`.
+        is_later: Says of the name of a file whether it is compared later, as in `verify`.
+        damaged: The checkpoints that were found damaged as they were loaded, with the reasons.
 
     Raises:
         CheckpointError: There are checkpoints, and none is whole; or the newest whole one is of a later
@@ -127,7 +150,9 @@ def newest_whole(
     reasons = []
     for index, path in enumerate(paths):
         try:
-            return path, verify(path, digests=digests)
+            if path in damaged:
+                raise DamagedError(path, damaged[path])
+            return path, verify(path, digests=digests, is_later=is_later)
         except DamagedError as error:
             reasons.append(f"{path.name} ({error.reason})")
             if index + 1 < len(paths):
@@ -139,59 +164,6 @@ def newest_whole(
             "away and start again"
         )
     return None
-
-
-class TensorFile(Mapping[str, "Tensor"]):
-    """The tensors of one safetensors file, each read when it is asked for and mapped rather than copied.
-
-    A tensor stays valid after `close`; writing into one does not change the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with _reading(path):
-            self._file = files.open_safetensors(path)
-            self._names = tuple(self._file.keys())
-            self.metadata: dict[str, str] = self._file.metadata() or {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU."""
-        if name not in self._names:
-            raise CheckpointError(
-                f"{self._path} has no tensor {name}; resume from a checkpoint of this model"
-            )
-        with _reading(self._path):
-            tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-    def __contains__(self, name: object) -> bool:
-        """Say whether there is a tensor of this name."""
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.__exit__(None, None, None)
-
-
-def read_safetensors(path: Path) -> TensorFile:
-    """Open a safetensors file for reading; nothing but the header is read yet.
-
-    Raises:
-        CheckpointError: The file is missing or is not a whole safetensors file.
-    """
-    return TensorFile(path)
 
 
 def _verify(path: Path) -> format.Manifest:
@@ -230,17 +202,3 @@ def _read_manifest(path: Path) -> bytes:
     if not stat.S_ISREG(status.st_mode) or status.st_size > format.MANIFEST_BYTES_MAX:
         raise format.FormatError(f"{format.MANIFEST_NAME} is not a file of a manifest's size")
     return files.read_bytes(name)
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        with os_errors("read the tensors in", path, CheckpointError):
-            yield
-    except (SafetensorError, *NO_TENSOR) as error:
-        raise CheckpointError(
-            f"megatrain cannot read the tensors in {path}: {first_line(error)}; restore it, or resume from "
-            "another"
-        ) from error

@@ -6,10 +6,11 @@ Source: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,10 @@ DTYPES = {
     "BOOL": "bool",
 }
 """The names that torch, which is not imported here, has for types, by those that safetensors has."""
+_ITEM_BYTES = {
+    dtype: int(bits[0]) // 8 if (bits := re.search(r"[0-9]+", name)) else 1 for name, dtype in DTYPES.items()
+}
+"""The bytes of an element of each type."""
 _NAMES = {f"torch.{dtype}": name for name, dtype in DTYPES.items()}
 
 
@@ -59,6 +64,59 @@ def header_of(
     text += b" " * (-(8 + len(text)) % alignment)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+class TensorPlace(NamedTuple):
+    """A tensor of a file, as its header describes it."""
+
+    dtype: str
+    """Its type, by the name that torch has for it."""
+    shape: tuple[int, ...]
+    """Size of each dimension."""
+    begin: int
+    """The byte of the file at which it begins."""
+    num_bytes: int
+    """Its size."""
+
+
+MOST_HEADER_BYTES = 100_000_000
+"""The format allows no longer header."""
+
+
+def read_places(read: Callable[[int, int], bytes], num_bytes: int) -> tuple[dict[str, TensorPlace], bytes]:
+    """Return the tensors of a file by name, and the bytes of its header.
+
+    Args:
+        read: The function that returns the bytes of the file from one place to another.
+        num_bytes: The size of the file.
+
+    Raises:
+        ValueError: The file has no sound header.
+    """
+    length = int.from_bytes(read(0, min(8, num_bytes)), "little")
+    if num_bytes < 8 or length > min(num_bytes - 8, MOST_HEADER_BYTES):
+        raise ValueError("it is no whole safetensors file")
+    text = read(8, 8 + length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        places = {name: _place(entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("its header is none of a safetensors file") from error
+    for name, place in places.items():
+        if place.begin + place.num_bytes > num_bytes:
+            raise ValueError(f"{name} lies behind its end")
+    return places, length.to_bytes(8, "little") + text
+
+
+def _place(entry: Mapping[str, Any], start: int) -> TensorPlace:
+    dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
+        raise ValueError
+    if end - begin != prod(shape) * _ITEM_BYTES[dtype]:
+        raise ValueError
+    return TensorPlace(dtype, shape, start + begin, end - begin)
 
 
 def positions(file: Path) -> dict[str, int]:

@@ -7,14 +7,12 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatrain import files
-from megatrain.checkpoint import format, load, save, tensor_files
+from megatrain.checkpoint import format, load
 from megatrain.errors import CheckpointError
 from tests.checkpoint.faults import Watched, put
 from tests.checkpoint.test_format import seal
@@ -151,45 +149,6 @@ def test_path_without_a_checkpoint_is_refused(root: Path) -> None:
             load.verify(root / name)
     with pytest.raises(CheckpointError, match="cannot read the checkpoints in"):
         load.find(root / "step-00000020" / "plain")
-
-
-def test_tensors_are_read_one_by_one(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(3), "b": torch.randn(2, 2).bfloat16()}
-    sources = [
-        tensor_files.TensorSource(
-            name=name, dtype=value.dtype, shape=tuple(value.shape), get=partial(tensors.__getitem__, name)
-        )
-        for name, value in tensors.items()
-    ]
-    path = save.save(
-        tmp_path,
-        step=1,
-        write=lambda directory: tensor_files.write_safetensors(directory / "state.safetensors", sources),
-        meta={},
-        keep_last=1,
-    )
-    with load.read_safetensors(path / "state.safetensors") as found:
-        assert set(found) == {"a", "b"}
-        assert "a" in found
-        assert found.metadata == {"format": "pt"}
-        for name, value in tensors.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-        with pytest.raises(CheckpointError, match="has no tensor c"):
-            found["c"]
-        kept = found["a"]
-    kept += 1  # a private copy: the file stays as it was
-    load.verify(path)
-
-
-@pytest.mark.parametrize("data", [None, b"", b"\0" * 8, b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}\0"])
-def test_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes | None) -> None:
-    path = tmp_path / "state.safetensors"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="cannot read the tensors in") as error:
-        load.read_safetensors(path)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

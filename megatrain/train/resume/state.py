@@ -8,8 +8,10 @@ counters, the schedule, the data position and the random generators.
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.load import read_safetensors
+from megatrain.checkpoint.reader import BUFFERS_BYTES, CheckpointReader, Piece
 from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import make_private_directory, matching_names, remove_tree, write_bytes_durably
 from megatrain.layout.blocks import split_part_name
+from megatrain.layout.tensor_file import TensorPlace
 from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.untouched import UNTOUCHED
 from megatrain.store.block_state import BlockState, view_entry
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from megatrain.stream.engine import Engine
 
 STATE_DIRECTORY = "state"
+_STATE_FILES = "block-*.safetensors"
 
 
 class WeightReader:
@@ -150,93 +154,114 @@ def remove_state(source: Path) -> None:
         remove_tree(source / STATE_DIRECTORY, first="block-00000.safetensors")
 
 
-def read_state(host: HostState, source: Path, *, reads: bool = True) -> None:
+def is_loaded(name: str) -> bool:
+    """Return whether a file of a checkpoint is one of the large ones: state, and weights of a model."""
+    return fnmatch.fnmatchcase(name, "model*.safetensors") or _is_state(name)
+
+
+def _is_state(name: str) -> bool:
+    """Return whether a file of a checkpoint is one of those that `read_state` reads."""
+    return fnmatch.fnmatchcase(name, f"{STATE_DIRECTORY}/{_STATE_FILES}")
+
+
+def read_state(
+    host: HostState, source: Path, *, reads: bool = True, reader: CheckpointReader | None = None
+) -> None:
     """Read remainders and moments back into their planes; all ranks call it.
 
     Args:
         host: The state.
         source: The directory of the checkpoint.
         reads: Whether this rank is the first of its node, which reads for all of them.
+        reader: The reader of the checkpoint, which compares what it reads; None: it was compared before, or
+            has nothing to compare it with.
 
     Raises:
+        DamagedError: What is read is not what the manifest says; the state is not whole.
         CheckpointError: A tensor is missing, or is not of this model and precision.
     """
     if not reads:
         for number in trained_blocks(host):
             host.follow(number)
         return
+    reader = CheckpointReader(source) if reader is None else reader
     where: dict[str, list[_Part]] = {}
     directory = source / STATE_DIRECTORY
     with os_errors("read", directory):
-        names = matching_names(directory, ["block-*.safetensors"])
-    for file in map(directory.joinpath, names):
-        with read_safetensors(file) as tensors:
-            for key in tensors:  # a run with other fragments, or chunks of experts, has other files
-                name, rows = split_part_name(key)
-                where.setdefault(name, []).append(_Part(file, key, rows))
-    for number in trained_blocks(host):
-        with host.borrow(number, writes=True) as block:
-            _read_block(block, source, where)
+        names = matching_names(directory, [_STATE_FILES])
+    for file in (f"{STATE_DIRECTORY}/{name}" for name in names):
+        for key, place in reader.places(file).items():  # a run with other fragments has other files
+            name, rows = split_part_name(key)
+            where.setdefault(name, []).append(_Part(file, place, rows))
+    in_ram = [number for number in trained_blocks(host) if _is_in_ram(host, number)]
+    others = ([number] for number in trained_blocks(host) if number not in in_ram)
+    for numbers in (in_ram, *others):  # what is brought to be written takes memory, so that comes one by one
+        with ExitStack() as lent:
+            pieces: list[Piece] = []
+            for number in numbers:
+                pieces += _pieces(lent.enter_context(host.borrow(number, writes=True)), source, where)
+            reader.copy(pieces, room=min(BUFFERS_BYTES, host.bytes_left // 2))  # of what the plan leaves
+
+
+def _is_in_ram(host: HostState, number: int) -> bool:
+    """Return whether a block's planes are lent where they are, whole."""
+    return not (host.on_drives.holds_state(number) or host.on_device.holds(number) or host.is_parted)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A saved tensor: what is kept in a plane of a parameter, or of some of its rows."""
 
-    file: Path
-    key: str
+    file: str
+    place: TensorPlace
     rows: range | None
 
 
-def _read_block(block: BlockState, source: Path, where: Mapping[str, Sequence[_Part]]) -> None:
-    wanted = block.optimizer_tensors()
+def _pieces(block: BlockState, source: Path, where: Mapping[str, Sequence[_Part]]) -> Iterator[Piece]:
+    """Yield what is read into the planes of a block, after the check that all of it is there."""
     row_numel = {entry.key: math.prod(entry.shape[1:]) for entry in block.layout.trained}
-    missing = {key: tensor.numel() for key, tensor in wanted.items()}
-    parts: dict[Path, list[tuple[str, _Part]]] = {}
-    for key in wanted:
+    found: list[Piece] = []
+    for key, tensor in block.optimizer_tensors().items():
+        missing = tensor.numel()
         for part in where.get(split_part_name(key)[0], ()):
-            parts.setdefault(part.file, []).append((key, part))
-    for file, of_file in parts.items():
-        with read_safetensors(file) as tensors:
-            for key, part in of_file:
-                of_row = row_numel[key.partition("/")[2]]
-                missing[key] -= _copy_part(source, key, wanted[key], tensors[part.key], part.rows, of_row)
-    for key in (key for key, numel in missing.items() if numel):
-        raise CheckpointError(
-            f"{source} has no {key}: it is of another model, train.precision or optim.state"
-        )
+            numel, piece = _piece(source, key, tensor, part, row_numel[key.partition("/")[2]])
+            missing -= numel
+            found.append(piece)
+        if missing:
+            raise CheckpointError(
+                f"{source} has no {key}: it is of another model, train.precision or optim.state"
+            )
+    yield from found
 
 
-def _copy_part(
-    source: Path, key: str, tensor: Tensor, saved: Tensor, saved_rows: range | None, row_numel: int
-) -> int:
-    """Copy what a saved tensor has of a wanted one, and return how many elements that is.
+def _piece(source: Path, key: str, tensor: Tensor, part: _Part, row_numel: int) -> tuple[int, Piece]:
+    """Return what a saved tensor has of a wanted one, and how many elements that is.
 
     A row of the parameter has `row_numel` elements.
     """
     _, rows = split_part_name(key)
-    is_like = saved.shape == tensor.shape if saved_rows == rows else saved.shape[1:] == tensor.shape[1:]
-    if not is_like or saved.dtype != tensor.dtype:
+    saved, dtype = part.place, getattr(torch, part.place.dtype)
+    shape = tuple(tensor.shape)
+    is_like = saved.shape == shape if part.rows == rows else saved.shape[1:] == shape[1:]
+    if not is_like or dtype != tensor.dtype:
         raise CheckpointError(
-            f"{source}: {key} is {tuple(saved.shape)} {saved.dtype}, but the model needs "
-            f"{tuple(tensor.shape)} {tensor.dtype}"
+            f"{source}: {key} is {saved.shape} {dtype}, but the model needs {shape} {tensor.dtype}"
         )
-    there, here = _elements(saved, saved_rows, row_numel), _elements(tensor, rows, row_numel)
-    start, stop = max(there.start, here.start), min(there.stop, here.stop)
-    if start >= stop:
-        return 0
-    found = saved.reshape(-1)[start - there.start : stop - there.start]
-    tensor.view(-1)[start - here.start : stop - here.start].copy_(found)
-    return stop - start
+    there = _elements(math.prod(saved.shape), part.rows, row_numel)
+    here = _elements(tensor.numel(), rows, row_numel)
+    start = max(there.start, here.start)
+    stop = max(start, min(there.stop, here.stop))
+    target: Any = tensor.view(-1)[start - here.start : stop - here.start].view(torch.uint8).numpy()
+    return stop - start, Piece(part.file, saved.begin + (start - there.start) * dtype.itemsize, target)
 
 
-def _elements(tensor: Tensor, rows: range | None, row_numel: int) -> range:
+def _elements(numel: int, rows: range | None, row_numel: int) -> range:
     """Return which elements of a whole plane a tensor has that is of some rows of the parameter."""
     if rows is None:
-        return range(tensor.numel())
-    per_element = 1 if tensor.numel() == len(rows) * row_numel else SCALE_NUMEL
+        return range(numel)
+    per_element = 1 if numel == len(rows) * row_numel else SCALE_NUMEL
     start = rows.start * row_numel // per_element  # parts begin where scales do
-    return range(start, start + tensor.numel())
+    return range(start, start + numel)
 
 
 def compact_counts(counts: Mapping[str, int]) -> int | dict[str, int]:
