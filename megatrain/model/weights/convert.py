@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from megatrain.errors import ModelError, first_line
+from megatrain.layout.tensor_file import positions
 from megatrain.model.weights.encoding import Region, WeightEncoding
 
 
@@ -133,6 +134,28 @@ def plan_conversions(
         _resolve(conversion, model, state[conversion.target].shape)
     model._weight_conversions = [each for each in transforms if each.was_used()]
     return list(conversions.values()), unexpected
+
+
+def as_they_lie(conversions: Sequence[Conversion]) -> list[Conversion]:
+    """Return conversions in the order in which their sources lie in files, apart where they can be."""
+    begins: dict[Path, dict[str, int]] = {}
+
+    def place(conversion: Conversion) -> tuple[str, int]:
+        source = conversion.sources[0][1]
+        while source.making is not None:
+            source = next(iter(source.making.parts.values()))
+        if source.file not in begins:
+            begins[source.file] = positions(source.file)
+        return str(source.file), begins[source.file][source.key]
+
+    apart: list[Conversion] = []
+    for each in conversions:
+        if each.regions is None or any(source.making is not None for _, source in each.sources):
+            apart.append(each)
+            continue
+        for source, region in zip(each.sources, each.regions, strict=True):
+            apart.append(replace(each, sources=[source], regions=[region]))
+    return sorted(apart, key=place)
 
 
 def _resolve(conversion: Conversion, model: PreTrainedModel, shape: torch.Size) -> None:

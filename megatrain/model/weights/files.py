@@ -11,7 +11,8 @@ import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError, is_text, os_errors, warn_once
 from megatrain.hub import asking_hub, may_be_on_hub, no_directory, refuse_link_out
-from megatrain.model.weights.convert import Conversion, Source, plan_conversions
+from megatrain.model.weights.convert import Conversion, Source, as_they_lie, plan_conversions
 from megatrain.model.weights.encoding import Region, WeightEncoding
 from megatrain.model.weights.generation import read_generation_config
 from megatrain.model.weights.kept import codes_of
@@ -68,6 +69,10 @@ class ParameterSink(Protocol):
                 call.
             region: Index of the part to write.
         """
+
+
+OpenFile = Callable[[Path], AbstractContextManager[Any]]
+"""Opens a file, and lends what has a method `get_tensor` by key, as `open_weights` does."""
 
 
 class CodesSink(Protocol):
@@ -211,7 +216,9 @@ class PlannedWeights:
         self.first_names = {alias: name for name, aliases in names.items() for alias in aliases}
         self.buffers = persistent_buffers(model)
 
-    def read(self, sink: ParameterSink, codes: CodesSink | None = None) -> None:
+    def read(
+        self, sink: ParameterSink, codes: CodesSink | None = None, opened: OpenFile | None = None
+    ) -> None:
         """Read the weights; the model also takes the generation settings of the directory.
 
         A tied parameter is written once, under the first of its names.
@@ -220,15 +227,17 @@ class PlannedWeights:
             sink: Receives every parameter, under its name of when this was planned: whole, or in regions that
                 cover it.
             codes: Receives in its place what parameters are made of that it keeps; None: it keeps none.
+            opened: Opens the files in place of `open_weights`, best for tensors in the order in which they
+                lie there, in which they are read then. None: they are read in the order of their keys.
 
         Raises:
             ModelError: Copies of a tied parameter differ, or a file has changed.
         """
         num_kept = 0
         with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(open_weights(file)) for file in self.files}
+            handles = {file: stack.enter_context((opened or open_weights)(file)) for file in self.files}
             duplicates = _check_ties(self.model, self.conversions, self.first_names, handles)
-            for conversion in self.conversions:
+            for conversion in self.conversions if opened is None else as_they_lie(self.conversions):
                 kept = self.first_names.get(conversion.target)
                 if kept is not None and codes is not None and codes.keeps(kept):
                     num_kept += len(conversion.sources)

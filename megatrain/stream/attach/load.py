@@ -34,7 +34,7 @@ from megatrain.model.sequence.range import OF_LOAD, check_row, row_range
 from megatrain.model.sequence.scaling import require_scaled, scale_rope
 from megatrain.model.vocabulary import grow, rows_of
 from megatrain.model.weights.encoding import Region, WeightEncoding
-from megatrain.model.weights.files import PlannedWeights, has_weights, model_directory
+from megatrain.model.weights.files import OpenFile, PlannedWeights, has_weights, model_directory
 from megatrain.model.weights.generation import take_generation_config
 from megatrain.model.weights.initialise import initialise_weights
 from megatrain.model.weights.kept import encoding_of, keep_encoded
@@ -74,6 +74,7 @@ def load(
     vocab_size: int | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
+    opened: OpenFile | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
     """Load a Hugging Face causal LM into host state, ready for `megatrain.attach` with the same precision.
@@ -110,6 +111,8 @@ def load(
             The model's configuration has it from then on. None: they are as the configuration says.
         ranks: The ranks that train together, as in `attach`: the first one of each node reads the weights
             into the state of its node.
+        opened: The function that opens the model's files of weights, as in `PlannedWeights.read`; None: they
+            are mapped.
         **fields: The fields of `Choice` by name.
 
     Returns:
@@ -200,21 +203,25 @@ def load(
     )
     most = replace(least, lockstep=choice.given.get("lockstep", 1))
     host, ranks = job.allocate(layouts, job.sum_room(most), on_device), job.ranks
-    if ranks.local_rank > 0 or host.is_resumed:
-        _bind_parameters(model, lambda name: _working(host, name))
-        if path is not None:
-            take_generation_config(model, path)
-    elif weights is not None and not resumes:
-        _bind_parameters(model, lambda name: _working(host, name))
-        sink = _Renamed(host, now, {name: len(p) for name, p in model.named_parameters() if p.ndim})
-        weights.read(sink, sink)
-        _fill_adapters(model, host, adapter, seed)
-    else:
-        _draw(model, host, seed)
-        _bind_parameters(model, lambda name: _working(host, name))
-    if weights is not None:
-        weights.keep_untouched()
-    require_same_weights(host, ranks)
+    try:
+        if ranks.local_rank > 0 or host.is_resumed:
+            _bind_parameters(model, lambda name: _working(host, name))
+            if path is not None:
+                take_generation_config(model, path)
+        elif weights is not None and not resumes:
+            _bind_parameters(model, lambda name: _working(host, name))
+            sink = _Renamed(host, now, {name: len(p) for name, p in model.named_parameters() if p.ndim})
+            weights.read(sink, sink, opened)
+            _fill_adapters(model, host, adapter, seed)
+        else:
+            _draw(model, host, seed)
+            _bind_parameters(model, lambda name: _working(host, name))
+        if weights is not None:
+            weights.keep_untouched()
+        require_same_weights(host, ranks)
+    except Exception:
+        host.on_drives.store.close()  # the caller may try another model, with the same drives
+        raise
     model.__dict__["_megatrain_host"] = host
     return model
 
