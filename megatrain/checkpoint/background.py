@@ -24,7 +24,6 @@ import numpy as np
 
 from megatrain.checkpoint import format
 from megatrain.checkpoint.chunk_files import Chunk, Target
-from megatrain.checkpoint.comparison import PAGE_BYTES, padded
 from megatrain.checkpoint.contents import Group, LargeFile, Lent
 from megatrain.checkpoint.format import FileEntry
 from megatrain.checkpoint.uncopied import LOOK_S, Uncopied

@@ -22,10 +22,11 @@ import xxhash
 
 from megatrain import files
 from megatrain.checkpoint import format
-from megatrain.checkpoint.comparison import DIRECT_BYTES, PAGE_BYTES, padded
+from megatrain.checkpoint.comparison import DIRECT_BYTES
 from megatrain.checkpoint.contents import Group, LargeFile, Lent, Part
 from megatrain.checkpoint.format import FileEntry
 from megatrain.errors import os_errors
+from megatrain.layout.host_buffers import PAGE_BYTES, padded
 
 _log = logging.getLogger(__name__)
 

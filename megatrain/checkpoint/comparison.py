@@ -22,11 +22,10 @@ from megatrain import files
 from megatrain.checkpoint import format
 from megatrain.filesystems import named_filesystem
 from megatrain.hardware.readers import in_order, num_readers
+from megatrain.layout.host_buffers import PAGE_BYTES, padded
 
 _log = logging.getLogger(__name__)
 
-PAGE_BYTES = 4096
-"""Direct reads and writes begin and end at multiples of this."""
 DIRECT_BYTES = 1 << 20
 """Smaller files pass the page cache, where direct reads and writes save nothing."""
 BUFFER_BYTES = 1 << 20
@@ -173,11 +172,6 @@ def _read(file: Path, begin: int, end: int, buffer: memoryview, flag: int) -> tu
 def _say_indirect(filesystem: str) -> None:
     """Name a file system that takes no direct reads, once."""
     _log.info("the file system %s takes no direct reads; checkpoints pass the page cache", filesystem)
-
-
-def padded(num_bytes: int) -> int:
-    """Return the bytes of the pages that so many bytes take."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def new_buffer(num_bytes: int) -> memoryview:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.distributed.alone import ALONE, Alone
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from megatrain.distributed.ranks import Ranks
+    from megatrain.model.weights.files import OpenFile
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ def make_engine(
     vocab_size: int | None = None,
     ranks: Ranks | Alone = ALONE,
     planned_tokens: int = 0,
+    reader: CheckpointReader | None = None,
 ) -> Engine:
     """Load the model of a run into host state, with its adapters, and attach it.
 
@@ -53,8 +56,11 @@ def make_engine(
         ranks: The ranks that train together and keep one state.
         planned_tokens: The number of tokens that pass together without gradients, as planned for this choice;
             0 means as many as a round of training has.
+        reader: The reader of the checkpoint that `source` may be, which compares what it reads; None: the
+            files of weights are mapped.
 
     Raises:
+        DamagedError: The checkpoint is not what its manifest says.
         CheckpointError: The choice lays out another state than is committed.
         MegatrainError: `load` or `attach` raises it.
     """
@@ -80,6 +86,7 @@ def make_engine(
         adapter=adapter,
         vocab_size=vocab_size,
         rope_scaling=config.model.rope_scaling,
+        opened=_opener(reader, source),
         **settings,
     )
     if committed is not None:
@@ -102,6 +109,13 @@ def make_engine(
     )
     engine.together.planned_tokens = planned_tokens
     return engine
+
+
+def _opener(reader: CheckpointReader | None, source: str | PretrainedConfig) -> OpenFile | None:
+    """Return what opens files of weights that are compared as they are read; None: these are not."""
+    if reader is None or not reader.later or source != str(reader.path):
+        return None
+    return lambda file: reader.open_tensors(file.name)
 
 
 def _attention(config: Config) -> str | None:

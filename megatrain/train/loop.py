@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatrain.checkpoint.format import fingerprint
 from megatrain.config import Config
 from megatrain.config.sizes import counted
 from megatrain.distributed.alone import ALONE, Alone
+from megatrain.train.beginning import Beginning
 from megatrain.train.callbacks.named import trackers
 from megatrain.train.caller import NOBODY, Caller
 from megatrain.train.faults.recovery import check_divergence, resume_point_told
@@ -30,15 +30,13 @@ from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
 from megatrain.train.report.record import recorded
-from megatrain.train.resume.changes import changed_settings
-from megatrain.train.resume.point import as_values, point_from_values
+from megatrain.train.resume.point import ResumePoint, point_from_values
 from megatrain.train.resume.state_commits import held_by_nodes
-from megatrain.train.resume_point import choose_best_anew, find_checkpoint, is_finished, point_of
+from megatrain.train.resume_point import choose_best_anew
 from megatrain.train.run import Run, prepare
 from megatrain.train.run_data import RunData
 from megatrain.train.saves.saves import Saves
 from megatrain.train.screen.progress import Progress
-from megatrain.train.shards import with_shards
 from megatrain.train.shutdown import end_early, refuse_failed_callback, stop_flag, what_follows
 from megatrain.train.step import train_step
 
@@ -76,40 +74,54 @@ def train(
         SystemExit: 75, after a signal stopped the run and its state was saved.
     """
     directory, ranks = RunDirectory(Path(config.out)), ranks or ALONE
-    is_first, own_trackers = ranks.rank == 0, []
+    is_first = ranks.rank == 0
     held = held_by_nodes(config, ranks)
     if is_first:
         directory.check()
-    with directory.lock() if is_first else nullcontext():
-        start = ranks.tell(_start_of(config, directory, resume, held, ranks.size) if is_first else None)
+    beginning = Beginning(config, directory, resume, held, ranks.size)
+    own_trackers: list[TrainerCallback] = []
+
+    def begin() -> tuple[Run, ResumePoint, bool] | None:
+        start = ranks.tell(beginning.find() if is_first else None)
         if start is None:
-            return directory.path
+            return None
         point = point_from_values(start["point"])
         if is_first:
-            own_trackers = trackers(config.log.to, directory.path)
+            own_trackers[:] = own_trackers or trackers(config.log.to, directory.path)
         elif point.checkpoint is not None:
             require_checkpoint(ranks, point.checkpoint, start["fingerprint"])
         parallel = config.parallel.model_copy(update={"shards": start["shards"]})
-        run = prepare(
-            config.model_copy(update={"parallel": parallel}),
-            point,
-            caller if is_first else Caller(prepared=caller.prepared),
-            references=caller.references(config),
-            show=_log.info if is_first else _log.debug,
-            check=partial(_check_space, done=0 if point.record is None else int(point.record["step"])),
-            callbacks=[*own_trackers, *callbacks],
-            ranks=ranks,
-        )
+        reader = beginning.reader
+        with nullcontext() if reader is None else reader.damage_blamed():
+            run = prepare(
+                config.model_copy(update={"parallel": parallel}),
+                point,
+                caller if is_first else Caller(prepared=caller.prepared),
+                references=caller.references(config),
+                show=_log.info if is_first else _log.debug,
+                check=partial(_check_space, done=0 if point.record is None else int(point.record["step"])),
+                callbacks=[*own_trackers, *callbacks],
+                ranks=ranks,
+                reader=reader,
+            )
+        assert reader is None or reader.is_done, "something of the checkpoint was not compared"
+        return run, point, start["is_own"]
+
+    with directory.lock() if is_first else nullcontext():
+        begun = beginning.tried(begin)
+        if begun is None:
+            return directory.path
+        run, point, is_own = begun
         tracker = run.evaluator.best_tracker
         if is_first:
             caller.progress("")
-            if point.checkpoint is not None and not start["is_own"]:
+            if point.checkpoint is not None and not is_own:
                 choose_best_anew(tracker, point.checkpoint.parent)
             directory.begin(
                 run.config, None if run.planned is None else planned_run(run.planned, run.num_steps)
             )
         tracker.restore(ranks.tell(tracker.state()))
-        is_saved = start["is_own"] and point.saved is not None and point.saved["step"] == run.step
+        is_saved = is_own and point.saved is not None and point.saved["step"] == run.step
         is_done, ending = False, ending_of(ranks)
         together = None if ending is None else partial(saved_together, run, directory, ending)
         with recorded(run, directory), resume_point_told(run, directory), ExitStack() as signals:
@@ -162,36 +174,6 @@ def _check_space(planned: Planned, data: RunData, *, done: int) -> None:
     )
     if warning := require_space(space):
         _log.warning("%s", warning)
-
-
-def _start_of(
-    config: Config, directory: RunDirectory, resume: str, held: Sequence[Sequence[int]], num_ranks: int
-) -> dict[str, Any] | None:
-    """Return what the first rank tells all of how they begin, as plain values; None: the run is finished.
-
-    Raises:
-        CheckpointError: `find_checkpoint` and `point_of` raise it.
-        ConfigError: `with_shards` raises it.
-    """
-    directory.remove_leftovers()
-    found = find_checkpoint(directory, resume)
-    if found is not None and is_finished(directory, config, found[1]):
-        _log.info("%s is finished (%s); nothing to do", directory.path, counted(found[1].step, "step"))
-        changed = changed_settings(found[1].meta["config"], config)
-        if changed:
-            _log.warning(
-                "its settings differ (%s); give a new directory with --out to train with these",
-                "; ".join(changed),
-            )
-        return None
-    point = point_of(config, directory, found, held if resume == "auto" else [])
-    own = directory.checkpoints.resolve()
-    return {
-        "point": as_values(point),
-        "fingerprint": None if found is None else fingerprint(found[1]),
-        "is_own": point.checkpoint is not None and point.checkpoint.resolve().parent == own,
-        "shards": with_shards(config, num_ranks, point.record).parallel.shards,
-    }
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megatrain.checkpoint.format import MANIFEST_NAME, Manifest
 from megatrain.checkpoint.load import find, newest_whole, verify
@@ -22,7 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(
-    directory: RunDirectory, resume: str, *, digests: bool = True
+    directory: RunDirectory,
+    resume: str,
+    *,
+    digests: bool = True,
+    is_later: Callable[[str], bool] = lambda name: False,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
+    warn: Callable[[str], None] = _log.warning,
 ) -> tuple[Path, Manifest] | None:
     """Find the checkpoint to resume from: its path and manifest, or None to begin anew.
 
@@ -30,6 +37,9 @@ def find_checkpoint(
         directory: The directory of the run.
         resume: The wish: `auto`, `no`, or the path of a checkpoint.
         digests: Whether digests are checked, as in `verify`; else damaged checkpoints are skipped silently.
+        is_later: Says of the name of a file whether it is compared later, as in `verify`.
+        damaged: The checkpoints that were found damaged as they were loaded, as in `newest_whole`.
+        warn: Called with one sentence for each damaged checkpoint that is passed over.
 
     Raises:
         CheckpointError: The named checkpoint is damaged, or is a directory of several, none of the run's
@@ -43,8 +53,13 @@ def find_checkpoint(
             )
         return None
     if resume == "auto":
-        warn = _log.warning if digests else _log.debug
-        found = newest_whole(directory.checkpoints, warn=warn, digests=digests)
+        found = newest_whole(
+            directory.checkpoints,
+            warn=warn if digests else _log.debug,
+            digests=digests,
+            is_later=is_later,
+            damaged=damaged,
+        )
         if found is not None:
             require_record(found[1].meta, found[0])
         return found
@@ -63,7 +78,7 @@ def find_checkpoint(
             f"{directory.path} has gone on to {later[0].name}, so it cannot go back to {path.name}; "
             "give another directory with --out, or remove the later checkpoints"
         )
-    manifest = verify(path, digests=digests)
+    manifest = verify(path, digests=digests, is_later=is_later)
     require_record(manifest.meta, path)
     return path, manifest
 

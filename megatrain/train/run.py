@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.rng import encode_rng, restore_rng
 from megatrain.config import Config
 from megatrain.config.decided import as_begun, smallest_micro_batches
@@ -53,7 +54,7 @@ from megatrain.train.preference.reference import reference_for
 from megatrain.train.ranks import agreed, described, in_turn, require_same_run, settle_ranks
 from megatrain.train.records.events import EventLog
 from megatrain.train.records.shareable import shareable
-from megatrain.train.resume.changes import report_changes
+from megatrain.train.resume.changes import report_changes, require_same_kind
 from megatrain.train.resume.point import NEW_RUN, ResumePoint
 from megatrain.train.resume.record import record_refused
 from megatrain.train.resume.state import compact_counts, expand_counts, read_state, write_model, write_state
@@ -244,18 +245,6 @@ class Run:
             write_model(self.engine, self.tokenizer, directory, processor=self.processor)
         write_state(self.engine, directory)
 
-    def restore(self, source: Path, meta: Mapping[str, Any]) -> None:
-        """Continue where a checkpoint was taken; the engine has its working weights already.
-
-        Raises:
-            CheckpointError: The checkpoint does not belong to this model.
-            DataError: The checkpoint does not belong to this data.
-        """
-        read_state(self.engine.host, source, reads=self.ranks.local_rank == 0)
-        self.engine.weights_changed()
-        self.ranks.meet("orders")
-        self.restore_position(meta)
-
     def restore_position(self, meta: Mapping[str, Any]) -> None:
         """Continue where a checkpoint or a commit was made; the engine has all of its state already.
 
@@ -302,6 +291,7 @@ def prepare(
     check: Callable[[Planned, RunData], object] = lambda planned, data: None,
     callbacks: Sequence[TrainerCallback] = (),
     ranks: Ranks | Alone = ALONE,
+    reader: CheckpointReader | None = None,
 ) -> Run:
     """Make everything that a run needs, from a checkpoint or a commit on drives if there is one.
 
@@ -317,8 +307,10 @@ def prepare(
         check: The function that looks at the first rank's plan, and may refuse it, before memory is taken.
         callbacks: The callbacks, of transformers' Trainer, which the run calls.
         ranks: The ranks that train together; the first one plans, and reads weights and state.
+        reader: The reader of the checkpoint, which compares what it reads; None: it has been compared.
 
     Raises:
+        DamagedError: The checkpoint is not what its manifest says; what was made of it is let go of.
         MegatrainError: The subclass says what is wrong with the model, the data, the configuration or the
             fit.
     """
@@ -416,16 +408,26 @@ def prepare(
             vocab_size=vocab_size,
             ranks=ranks,
             planned_tokens=planned_tokens,
+            reader=reader,
         )
-    if reference is not None:
-        reference.fill(lambda: untouched(engine), ranks)
-    optimizer = engine.make_optimizer(
-        config.optim.name,
-        max_grad_norm=config.optim.max_grad_norm,
-        no_decay=config.optim.no_decay,
-        seed=config.train.seed,
-        **{name: getattr(config.optim, name) for name in config.optimizer.defaults()},
-    )
+    try:
+        if reference is not None:
+            reference.fill(lambda: untouched(engine), ranks)
+        optimizer = engine.make_optimizer(
+            config.optim.name,
+            max_grad_norm=config.optim.max_grad_norm,
+            no_decay=config.optim.no_decay,
+            seed=config.train.seed,
+            **{name: getattr(config.optim, name) for name in config.optimizer.defaults()},
+        )
+        if earlier is not None:
+            with record_refused(checkpoint or "the drives"):
+                require_same_kind(config, earlier)
+        if checkpoint is not None and point.committed is None:
+            _read_state(engine, checkpoint, reader, ranks)
+    except Exception:
+        engine.close()  # another attempt, from another checkpoint, uses the same drives
+        raise
     scheduler = make_schedule(config, optimizer, num_steps)
     run = Run(
         config=asked.model_copy(update={"train": config.train, "data": config.data}),
@@ -467,11 +469,22 @@ def prepare(
     if earlier is not None:
         with record_refused(checkpoint or "the drives"):
             report_changes(config, earlier, model_config)
-    if point.committed is not None:
-        with record_refused("the drives"):
-            run.restore_position(point.committed)
-    elif checkpoint is not None:
-        assert point.saved is not None
-        with record_refused(checkpoint):
-            run.restore(checkpoint, point.saved)
+        with record_refused(checkpoint if point.committed is None and checkpoint else "the drives"):
+            run.restore_position(earlier)
     return run
+
+
+def _read_state(
+    engine: Engine, checkpoint: Path, reader: CheckpointReader | None, ranks: Ranks | Alone
+) -> None:
+    """Read the state of a checkpoint, whose working weights the engine has already; all ranks call it.
+
+    Raises:
+        DamagedError: Something of the checkpoint, read or not, is not what its manifest says.
+        CheckpointError: The checkpoint does not belong to this model.
+    """
+    read_state(engine.host, checkpoint, reads=ranks.local_rank == 0, reader=reader)
+    if reader is not None:
+        reader.finish()
+    engine.weights_changed()
+    ranks.meet("orders")

@@ -55,16 +55,15 @@ def _default(config: Config, key: str) -> Any:
     return type(getattr(config, section)).model_fields[name].default
 
 
-def report_changes(config: Config, meta: Mapping[str, Any], model: PretrainedConfig | None = None) -> None:
-    """Log the settings that differ from the checkpoint's, and what this version computes otherwise.
+def require_same_kind(config: Config, meta: Mapping[str, Any]) -> None:
+    """Refuse settings by which the state would be of another kind than the checkpoint's.
 
     Args:
         config: The complete and checked settings.
         meta: The record of the checkpoint's manifest.
-        model: The model's configuration; None if there is no model.
 
     Raises:
-        CheckpointError: The precision or the optimizer's state differs, so that the state is of another kind.
+        CheckpointError: The precision or the optimizer's state differs.
     """
     precision = meta["config"]["train"]["precision"]
     if precision != config.train.precision:
@@ -79,6 +78,20 @@ def report_changes(config: Config, meta: Mapping[str, Any], model: PretrainedCon
                 f"the checkpoint was trained with optim.{key}={then}, not {now}; use the same, or start a "
                 "new run from its model directory"
             )
+
+
+def report_changes(config: Config, meta: Mapping[str, Any], model: PretrainedConfig | None = None) -> None:
+    """Log the settings that differ from the checkpoint's, and what this version computes otherwise.
+
+    Args:
+        config: The complete and checked settings.
+        meta: The record of the checkpoint's manifest.
+        model: The model's configuration; None if there is no model.
+
+    Raises:
+        CheckpointError: `require_same_kind` raises it.
+    """
+    require_same_kind(config, meta)
     changed = changed_settings(meta["config"], config)
     if changed:
         _log.warning("resuming the checkpoint's weights with changed settings: %s", "; ".join(changed))
