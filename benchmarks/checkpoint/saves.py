@@ -4,7 +4,8 @@
         [--pairs 3] [--directory DIR] [--out FILE]
 
 First the same bytes go to one file system by plain direct writes of four threads and as a checkpoint in the
-background, in turn, and are read back by plain direct reads and by `verify`. Then a random llama takes the
+background, in turn, and are read back by plain direct reads, by `verify`, and into memory by a load that
+verifies, beside which plain direct reads stand again. Then a random llama takes the
 same steps on the CPU without checkpoints, with ones in the background, and with ones that it waits for, in
 turn: the figure is by how much each checkpoint makes a run longer, in steps.
 """
@@ -34,6 +35,7 @@ from megatrain.checkpoint.background import NUM_THREADS, ChunkWriter
 from megatrain.checkpoint.contents import Group
 from megatrain.checkpoint.format import CHUNK_BYTES
 from megatrain.checkpoint.load import verify
+from megatrain.checkpoint.reader import CheckpointReader, Piece
 from megatrain.checkpoint.saver import Saver, Wanted
 from megatrain.checkpoint.tensor_files import planned_file
 
@@ -61,6 +63,7 @@ def main() -> None:
     ratios = {
         "write": [each["raw_write_s"] / each["save_s"] for each in rates],
         "verified read": [each["raw_read_s"] / each["verify_s"] for each in rates],
+        "verified load": [each["raw_reread_s"] / each["load_s"] for each in rates],
     }
     cpu = [each["save_cpu_s"] / arguments.file_gib for each in rates]
     for name, found in ratios.items():
@@ -111,13 +114,33 @@ def _rates(directory: Path, file_gib: int) -> dict[str, float]:
     saver.close()
     found["raw_read_s"] = _timed(partial(_read_raw, raw))
     path = root / "step-00000001"
-    descriptor = os.open(path / "values.safetensors", os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+    _forget(path / "values.safetensors")
     found["verify_s"] = _timed(partial(verify, path))
+    _forget(path / "values.safetensors")
+    found["raw_reread_s"] = _timed(partial(_read_raw, raw))
+    expected = values[-(1 << 20) :].clone()
+    values.fill_(0)  # its pages are there already, as those of a state that is locked
+    found["load_s"] = _timed(partial(_load, path, values))
+    assert torch.equal(values[-(1 << 20) :], expected)
     raw.unlink()
     shutil.rmtree(root)
     return found
+
+
+def _forget(path: Path) -> None:
+    """Have the page cache forget a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def _load(path: Path, values: Tensor) -> None:
+    """Read a checkpoint's values into memory as a resume does: each chunk once, and compared."""
+    names = ["values.safetensors"]
+    reader = CheckpointReader(path, verify(path, is_later=names.__contains__), names)
+    begin = reader.places(names[0])["values"].begin
+    reader.copy([Piece(names[0], begin, values.view(torch.uint8).numpy())])
+    reader.finish()
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -1,7 +1,8 @@
 """Find the checkpoints of a run, and prove one whole; `reader` reads its tensors.
 
-What must stay true: nothing is taken from a checkpoint before the digests of all its files have been
-compared, and nothing damaged is passed over without a word. Reading changes no file.
+What must stay true: names, sizes and the digests of all files have been compared when a checkpoint is said to
+be whole, but for the digests of those that the caller wants to compare as it loads them; nothing damaged is
+passed over without a word. Reading changes no file.
 """
 
 from __future__ import annotations
