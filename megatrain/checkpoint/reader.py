@@ -33,6 +33,7 @@ from megatrain.checkpoint.comparison import (
 from megatrain.checkpoint.load import DamagedError, damage_told
 from megatrain.checkpoint.read_ahead import BEHIND, ReadAhead
 from megatrain.errors import CheckpointError
+from megatrain.hardware import host_memory
 from megatrain.hardware.readers import in_order
 from megatrain.layout.tensor_file import MOST_HEADER_BYTES, TensorPlace, read_places
 
@@ -197,7 +198,8 @@ class CheckpointReader:
             chunks = list(every_chunk(entries))
             size = max(min(self._chunk_bytes, entry.num_bytes) for entry in entries)
             threads = min(threads_for(chunks, self._chunk_bytes), _THREADS_AHEAD)
-            threads = max(1, min(threads, BUFFERS_BYTES // max(1, size) - BEHIND - 1))
+            room = min(BUFFERS_BYTES, host_memory().available_bytes // 2)
+            threads = max(1, min(threads, room // max(1, size) - BEHIND - 1))
             buffers = self._lend(threads + BEHIND + 1, size)
             self._reads_ahead = ReadAhead(self._take, chunks, buffers)
         return self._reads_ahead

@@ -9,6 +9,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain import files
-from megatrain.checkpoint import comparison, format, load, save
-from megatrain.checkpoint.reader import CheckpointReader, Piece
+from megatrain.checkpoint import comparison, format, load, read_ahead, save
+from megatrain.checkpoint.reader import CheckpointReader, Piece, Tensors
 from megatrain.errors import CheckpointError
 
 CHUNK = 8192
@@ -299,3 +300,80 @@ def test_file_that_is_not_safetensors_is_refused(tmp_path: Path, data: bytes | N
     assert file.name in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def lent_tensors(reader: CheckpointReader, stack: ExitStack) -> dict[str, Tensors]:
+    return {name: stack.enter_context(reader.open_tensors(name)) for name in NAMES}
+
+
+def test_tensors_in_their_order_are_read_once_into_few_buffers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reader_of(path)
+    reads = Reads()
+    monkeypatch.setattr(files, "system", reads)
+    with ExitStack() as stack:
+        lent = lent_tensors(reader, stack)
+        reads.buffers.clear()  # of headers
+        for name in NAMES:
+            whole = load_file(path / name)
+            for key in sorted(whole, key=lambda key: reader.places(name)[key].begin):
+                found = lent[name].get_tensor(key)
+                assert (found.dtype, found.shape) == (whole[key].dtype, whole[key].shape)
+                assert torch.equal(found, whole[key])
+    assert len(reads.buffers) <= 4 + read_ahead.BEHIND + 1
+    reader.finish()
+    for name in NAMES:
+        file = path / name
+        assert reads.num_bytes[file.name] == file.stat().st_size + header_bytes(file)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tensors_in_any_order_arrive(path: Path, seed: int) -> None:
+    chance, reader = random.Random(seed), reader_of(path)
+    with ExitStack() as stack:
+        lent = lent_tensors(reader, stack)
+        whole = {name: load_file(path / name) for name in NAMES}
+        for _ in range(60):
+            name = chance.choice(NAMES)
+            key = chance.choice(list(whole[name]))
+            assert torch.equal(lent[name].get_tensor(key), whole[name][key])
+    reader.finish()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_tensor_of_a_damaged_chunk_is_not_lent(path: Path, seed: int) -> None:
+    """Those of other chunks are, though the damaged one may have been read ahead."""
+    chance = random.Random(seed)
+    name = chance.choice(NAMES)
+    index = chance.randrange(header_bytes(path / name), (path / name).stat().st_size)
+    whole = {each: load_file(path / each) for each in NAMES}
+    reader = reader_of(path)
+    flip(path / name, index)
+    begin = index // CHUNK * CHUNK
+    with ExitStack() as stack:
+        lent = lent_tensors(reader, stack)
+        for each, tensors in whole.items():
+            for key, tensor in tensors.items():
+                place = reader.places(each)[key]
+                first, last = place.begin // CHUNK, (place.begin + place.num_bytes - 1) // CHUNK
+                if each == name and place.num_bytes and first <= index // CHUNK <= last:
+                    with pytest.raises(load.DamagedError, match=f"wrong contents between bytes {begin} and"):
+                        lent[each].get_tensor(key)
+                else:
+                    assert torch.equal(lent[each].get_tensor(key), tensor)
+    with pytest.raises(load.DamagedError, match=f"wrong contents between bytes {begin} and"):
+        reader.finish()
+
+
+def test_buffers_take_no_more_than_the_room_that_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for room, most in ((0, 1), (2 * CHUNK, 2), (100 * CHUNK, 4)):
+        reader = reader_of(path)
+        pieces = all_pieces(reader)
+        reads = Reads()
+        monkeypatch.setattr(files, "system", reads)
+        reader.copy(pieces.values(), room=room)
+        assert len(reads.buffers) <= most
+        for (name, key), piece in pieces.items():
+            expected = load_file(path / name)[key].reshape(-1).view(torch.uint8).numpy()
+            assert bytes(piece.target) == expected.tobytes()

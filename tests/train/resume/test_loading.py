@@ -22,7 +22,10 @@ from megatrain.config import Config
 from megatrain.errors import CheckpointError
 from megatrain.model.weights import reading
 from megatrain.store.state import HostState
+from megatrain.train import beginning as module
+from megatrain.train.beginning import Beginning
 from megatrain.train.loop import train
+from megatrain.train.records.directory import RunDirectory
 from tests.train.project import (
     make_config,
     train_until,
@@ -147,6 +150,7 @@ class Headers:
         self._handle.__exit__(*exception)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stopped", KINDS, indirect=True)
 def test_a_resume_reads_each_byte_of_a_large_file_once(
     stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +177,7 @@ def test_a_resume_reads_each_byte_of_a_large_file_once(
     assert_same_runs(tmp_path / "run", whole / "run")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stopped", DAMAGED, indirect=True)
 @pytest.mark.parametrize("where", ["header", "name", "first", "middle", "last"])
 @pytest.mark.parametrize("name", [STATE, "model.safetensors"])
@@ -321,3 +325,32 @@ def test_a_checkpoint_is_compared_before_it_overwrites_what_drives_hold(
         train(config)
     assert len(told_of_damage(caplog)) == 1
     assert re.search(r"going on from step 6", caplog.text)
+
+
+@pytest.mark.parametrize("stopped", ["bf16"], indirect=True)
+@pytest.mark.parametrize(
+    ("held", "num_ranks", "is_later"),
+    [([[-1, -1]], 1, True), ([[-1, -1]], 2, False), ([[3, -1]], 1, False), ([[-1, 3]], 1, False)],
+)
+def test_who_compares_a_checkpoint_as_it_is_loaded(
+    stopped: Stopped,
+    monkeypatch: pytest.MonkeyPatch,
+    held: list[list[int]],
+    num_ranks: int,
+    is_later: bool,
+) -> None:
+    """A single process that does not overwrite what drives hold; others read all of it when it is found."""
+    kind, root, _ = stopped
+    config = config_of(root, kind)
+    reads = Reads()
+    monkeypatch.setattr(files, "system", reads)
+    monkeypatch.setattr(module, "with_shards", lambda config, *_: config)  # made by one, it is of one
+    beginning = Beginning(config, RunDirectory(Path(config.out)), str(root / NEWEST), held, num_ranks)
+    assert beginning.find() is not None
+    assert beginning.reader is not None
+    large = {str(file) for file in (root / NEWEST).rglob("*.safetensors")}
+    assert {str(root / NEWEST / name) for name in beginning.reader.later} == (large if is_later else set())
+    for file in (file for file in (root / NEWEST).rglob("*") if file.is_file()):
+        expected = 0 if is_later and str(file) in large else file.stat().st_size
+        if file.name != format.MANIFEST_NAME:
+            assert reads.num_bytes[str(file)] == expected, file
