@@ -22,7 +22,7 @@ from megatrain.config import Config
 from megatrain.errors import CheckpointError
 from megatrain.model.weights import reading
 from megatrain.store.state import HostState
-from megatrain.train import beginning as module
+from megatrain.train import beginning as train_beginning
 from megatrain.train.beginning import Beginning
 from megatrain.train.loop import train
 from megatrain.train.records.directory import RunDirectory
@@ -280,8 +280,9 @@ def test_a_finished_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
     assert_same_runs(tmp_path / "run", whole / "run")
 
 
+@pytest.mark.parametrize("name", [STATE, "model.safetensors"])
 def test_state_goes_to_drives_from_the_checkpoint_before_a_damaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """To drives that hold nothing; what the first attempt has put there is not in the way."""
     for module in (format, background):
@@ -298,7 +299,7 @@ def test_state_goes_to_drives_from_the_checkpoint_before_a_damaged_one(
     train_until(config, 8)
     for drive in (tmp_path / "drive0", tmp_path / "drive1"):
         shutil.rmtree(drive)
-    flip(tmp_path / NEWEST / STATE, -1)
+    flip(tmp_path / NEWEST / name, -1)
     with caplog.at_level(logging.DEBUG, logger="megatrain"):
         train(config)
     assert len(told_of_damage(caplog)) == 1
@@ -344,7 +345,9 @@ def test_who_compares_a_checkpoint_as_it_is_loaded(
     config = config_of(root, kind)
     reads = Reads()
     monkeypatch.setattr(files, "system", reads)
-    monkeypatch.setattr(module, "with_shards", lambda config, *_: config)  # made by one, it is of one
+    monkeypatch.setattr(
+        train_beginning, "with_shards", lambda config, *_: config
+    )  # made by one, it is of one
     beginning = Beginning(config, RunDirectory(Path(config.out)), str(root / NEWEST), held, num_ranks)
     assert beginning.find() is not None
     assert beginning.reader is not None
