@@ -27,6 +27,7 @@ from megatrain.checkpoint.chunk_files import Chunk, Target
 from megatrain.checkpoint.contents import Group, LargeFile, Lent
 from megatrain.checkpoint.format import FileEntry
 from megatrain.checkpoint.uncopied import LOOK_S, Uncopied
+from megatrain.layout.host_buffers import PAGE_BYTES, padded
 
 NUM_THREADS = 4
 """Threads that write, at most: as many writes are under way at once."""
