@@ -28,6 +28,10 @@ MANIFEST_NAME = "MANIFEST.json"
 MANIFEST_BYTES_MAX = 64 * 2**20
 """A larger manifest is refused before it is read; 1.4 TB in chunks of 64 MiB needs one of about 1 MB."""
 
+_MOST_DEPTH = 100
+"""Lists and mappings inside each other in a manifest; what a run writes has some ten. Python's own limit counts
+its frames, and a function that walks what one could just parse would fail."""
+
 _STEP = re.compile(r"step-([0-9]{8,})(?:-([0-9]+))?")
 _LEFTOVER = re.compile(r"\.(?:tmp|trash)-step-[0-9]{8,}(?:-[0-9]+)?-[0-9a-f]{8}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -137,6 +141,8 @@ def parse_manifest(data: bytes) -> Manifest:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{MANIFEST_NAME} is not JSON") from error
+    if _is_deeper(body, _MOST_DEPTH):
+        raise FormatError(f"{MANIFEST_NAME} has lists and mappings more than {_MOST_DEPTH} deep")
     version = _member(body, "format", int)
     if version > FORMAT_VERSION:
         raise NewerFormatError(f"it has format version {version}, and this megatrain reads {FORMAT_VERSION}")
@@ -181,3 +187,16 @@ def _member(body: Any, key: str, kind: type) -> Any:
     if type(value) is not kind:  # not isinstance: JSON's true is a Python int
         raise FormatError(f"{MANIFEST_NAME} has no {key!r} of the right type")
     return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether lists and mappings lie inside each other more than so many deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (dict, list))
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)

@@ -106,6 +106,18 @@ def test_deep_nesting_is_refused() -> None:
         format.parse_manifest(head + tail)
 
 
+def test_meta_that_is_just_not_too_deep_to_parse_is_refused() -> None:
+    """Python's limit counts frames: 600 deep is parsed, and a function that walks it fails at half of that."""
+    for depth, is_taken in ((98, True), (99, False), (600, False)):
+        meta = {"deep": json.loads("[" * depth + "1" + "]" * depth)}
+        data = format.encode_manifest(format.Manifest(step=1, meta=meta, files=(), chunk_bytes=1))
+        if is_taken:
+            assert format.parse_manifest(data).meta == meta
+        else:
+            with pytest.raises(format.FormatError, match="more than 100 deep"):
+                format.parse_manifest(data)
+
+
 @pytest.mark.parametrize("meta", [{"pair": (1, 2)}, {"by_step": {1: "a"}}])
 def test_meta_that_would_come_back_different_is_our_mistake(meta: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="plain JSON values"):

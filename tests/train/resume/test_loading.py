@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatrain import files
-from megatrain.checkpoint import background, comparison, format
+from megatrain.checkpoint import comparison, format
 from megatrain.checkpoint.load import DamagedError
 from megatrain.config import Config
 from megatrain.errors import CheckpointError
@@ -76,8 +76,7 @@ def config_of(root: Path, kind: str, out: str = "run", **sections: Any) -> Confi
 def small_chunks() -> Iterator[None]:
     """Checkpoints of many chunks, which four threads read."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (format, background):
-            patch.setattr(module, "CHUNK_BYTES", CHUNK)
+        patch.setattr(format, "CHUNK_BYTES", CHUNK)
         patch.setattr(comparison, "INLINE_BYTES", 0)
         patch.setattr(comparison, "num_readers", lambda: 4)
         yield
@@ -285,8 +284,7 @@ def test_state_goes_to_drives_from_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """To drives that hold nothing; what the first attempt has put there is not in the way."""
-    for module in (format, background):
-        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(format, "CHUNK_BYTES", CHUNK)
     memory: dict[str, Any] = {"activations": "recompute", "commit_every": None}
     tiers = {"tiers": {"ram": 540_000, "nvme": [str(tmp_path / "drive0"), str(tmp_path / "drive1")]}}
     settings: dict[str, Any] = {
