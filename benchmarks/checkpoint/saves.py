@@ -1,13 +1,16 @@
 """The cost of a checkpoint: a drive's rate beside that of saves and loads, and steps with and without them.
 
-    python -m benchmarks.checkpoint.saves [--file-gib 4] [--hidden 512] [--layers 8] [--steps 40] [--every 10]
-        [--pairs 3] [--directory DIR] [--out FILE]
+    python -m benchmarks.checkpoint.saves [--file-gib 4] [--shape 30M|300M|8B] [--layers N] [--device cpu]
+        [--tokens 512] [--steps 40] [--every 10] [--pairs 3] [--directory DIR] [--out FILE]
 
 First the same bytes go to one file system by plain direct writes of four threads and as a checkpoint in the
 background, in turn, and are read back by plain direct reads, by `verify`, and into memory by a load that
 verifies, beside which plain direct reads stand again. Then a random llama takes the
-same steps on the CPU without checkpoints, with ones in the background, and with ones that it waits for, in
-turn: the figure is by how much each checkpoint makes a run longer, in steps.
+same steps without checkpoints, with ones in the background, with ones that it waits for, and without
+checkpoints and without a watch over its memory, in turn: the figures are by how much each checkpoint makes a
+run longer, in steps, and by how much the watch does. `--shape 8B` has the layers of Llama-3.1-8B, two of them
+unless said, and a small vocabulary; with `--device emulated` they pass a device that is made of host memory.
+`--file-gib 0` leaves the rates out.
 """
 
 from __future__ import annotations
@@ -41,6 +44,22 @@ from megatrain.checkpoint.tensor_files import planned_file
 
 GIB = 1 << 30
 _PLACES = ("out", "directory")
+_SHAPES = {
+    "30M": {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 8},
+    "300M": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 18,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 2,
+    },
+}
 
 
 def main() -> None:
@@ -48,8 +67,9 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--file-gib", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--shape", choices=_SHAPES, default="30M")
+    parser.add_argument("--layers", type=int, default=None, help="in place of the shape's own")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=10)
@@ -58,7 +78,8 @@ def main() -> None:
     parser.add_argument("--out", help="file to save the JSON line to")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        rates = [_rates(Path(directory), arguments.file_gib) for _ in range(arguments.pairs)]
+        num_rates = arguments.pairs if arguments.file_gib else 0
+        rates = [_rates(Path(directory), arguments.file_gib) for _ in range(num_rates)]
         runs = [_steps(Path(directory), arguments) for _ in range(arguments.pairs)]
     ratios = {
         "write": [each["raw_write_s"] / each["save_s"] for each in rates],
@@ -66,9 +87,10 @@ def main() -> None:
         "verified load": [each["raw_reread_s"] / each["load_s"] for each in rates],
     }
     cpu = [each["save_cpu_s"] / arguments.file_gib for each in rates]
-    for name, found in ratios.items():
-        print(f"{name}: {statistics.median(found):.2f} of the drive's rate")
-    print(f"a save takes {statistics.median(cpu):.2f} CPU seconds per GiB")
+    if rates:
+        for name, found in ratios.items():
+            print(f"{name}: {statistics.median(found):.2f} of the drive's rate")
+        print(f"a save takes {statistics.median(cpu):.2f} CPU seconds per GiB")
     num_saves = (arguments.steps - 1) // arguments.every
     step_s = statistics.median(each["none"] / arguments.steps for each in runs)
     added = {
@@ -77,12 +99,15 @@ def main() -> None:
     }
     for mode, steps in added.items():
         print(f"{mode}: a checkpoint adds {statistics.median(steps):+.2f} steps of {step_s:.2f} s")
+    watch = [each["none"] / each["unwatched"] - 1 for each in runs]
+    print(f"the watch over memory adds {100 * statistics.median(watch):+.1f} % of a step")
     result = {
         "benchmark": "saves",
         "rates": rates,
-        "ratios": {name: spread(found) for name, found in ratios.items()},
-        "save_cpu_s_per_gib": spread(cpu),
+        "ratios": {name: spread(found) for name, found in ratios.items() if rates},
+        "save_cpu_s_per_gib": spread(cpu) if rates else None,
         "runs_s": runs,
+        "watch_adds": spread(watch),
         "added_steps": {mode: spread(found) for mode, found in added.items()},
         "config": {
             name: value for name, value in vars(arguments).items() if name not in ("out", "directory")
@@ -221,6 +246,7 @@ def _steps(directory: Path, arguments: Any) -> dict[str, float]:
         "none": {"every": None},
         "background": {"every": arguments.every},
         "blocking": {"every": arguments.every, "background": False},
+        "unwatched": {"every": None},
     }
     for mode, checkpoint in ways.items():
         out = directory / mode
@@ -232,11 +258,12 @@ def _steps(directory: Path, arguments: Any) -> dict[str, float]:
                     "steps": arguments.steps,
                     "micro_batch_size": 1,
                     "grad_accumulation": 1,
-                    "device": "cpu",
+                    "device": arguments.device,
                     "precision": "bf16",
                 },
                 "optim": {"lr": 1e-3, "warmup_steps": 1},
                 "checkpoint": checkpoint,
+                "memory": {"watch": "off" if mode == "unwatched" else "auto"},
                 "log": {"progress": "none", "report": False},
                 "out": str(out),
             }
@@ -261,13 +288,13 @@ class _Clock(TrainerCallback):
 def _write_inputs(directory: Path, arguments: Any) -> None:
     from transformers import LlamaConfig
 
+    shape = dict(_SHAPES[arguments.shape])
+    if arguments.layers is not None:
+        shape["num_hidden_layers"] = arguments.layers
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=300,
-        hidden_size=arguments.hidden,
-        intermediate_size=4 * arguments.hidden,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=8,
+        **shape,
         max_position_embeddings=arguments.tokens,
         bos_token_id=0,
         eos_token_id=0,
