@@ -222,6 +222,12 @@ def os_error_behind(error: BaseException, path: str | os.PathLike[str]) -> OSErr
     return None
 
 
+def is_full(error: BaseException) -> bool:
+    """Return whether an error says that a disk is full, or that the user has all of it that is allowed."""
+    found = os_error_of(error)
+    return found is not None and found.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def os_sentence(action: str, path: object, error: OSError) -> str:
     """Return the sentence about a failed action on a path, with the reason and the way out."""
     cause = error.strerror or " ".join(str(error).split()) or type(error).__name__

@@ -2,8 +2,9 @@
 
 What must stay true: everything in the new directory is on the disk before the manifest is written, the
 manifest is before the one rename that commits, and the rename is before anything old is touched. Until then
-the old checkpoints are as they were; after it the new one is whole. `save` returns when all of that is done;
-`Saver` writes the files while training goes on, to the same bytes.
+the old checkpoints are as they were; after it the new one is whole. A disk that is full is the exception:
+what the new one would have made unnecessary goes then, but never the newest that is whole. `save` returns
+when all of that is done; `Saver` writes the files while training goes on, to the same bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megatrain import files
 from megatrain.checkpoint import format, load
-from megatrain.errors import CheckpointError, OutputError, os_errors
+from megatrain.errors import CheckpointError, OutputError, is_full, os_errors
+
+
+class RoomMadeError(OutputError):
+    """A checkpoint found no room, and what it would have made unnecessary is removed: another may find it."""
 
 
 class LeftOverError(OutputError):
@@ -57,17 +62,46 @@ def save(
         The directory of the whole checkpoint.
 
     Raises:
+        RoomMadeError: The disk is full, and what this checkpoint would have made unnecessary is removed.
         OutputError: Something cannot be written. No earlier checkpoint has changed, unless the message says
             that the new one is whole and an old one cannot be removed.
     """
     assert step >= 0, step
-    temporary = begin(root, step)
-    with removed_on_error(temporary):
-        with os_errors("write the checkpoint", temporary):
-            write(temporary)
-        path = commit(temporary, step=step, meta=meta)
+    with room_made(root, step, keep_last, keep_too):
+        temporary = begin(root, step)
+        with removed_on_error(temporary):
+            with os_errors("write the checkpoint", temporary):
+                write(temporary)
+            path = commit(temporary, step=step, meta=meta)
     let_go(path, keep_last, keep_too)
     return path
+
+
+@contextlib.contextmanager
+def room_made(root: Path, step: int, keep_last: int, keep_too: Collection[int]) -> Iterator[None]:
+    """Remove what the checkpoint of a step would make unnecessary if the disk proves full inside.
+
+    The newest whole checkpoint stays in any case.
+
+    Raises:
+        RoomMadeError: The disk is full, and something was removed.
+        OutputError: What is raised inside, if nothing was removed.
+    """
+    try:
+        yield
+    except OutputError as error:
+        if not is_full(error):
+            raise
+        gone: list[str] = []
+        with contextlib.suppress(OutputError, CheckpointError):  # that the disk is full is what to tell
+            whole = _whole(root, step)
+            for path in _unnecessary(whole, step, keep_last, keep_too):
+                if path != whole[0]:
+                    _remove(root, [path])
+                    gone.append(path.name)
+        if not gone:
+            raise
+        raise RoomMadeError(f"{error}. To make room, {' and '.join(gone)} went before its time") from error
 
 
 @contextlib.contextmanager
@@ -157,22 +191,37 @@ def retain(newest: Path, *, keep_last: int, keep_too: Collection[int] = ()) -> N
     A directory counts, and may be removed, only if its name and its manifest say that it is a checkpoint of
     ours and all its files are there in their sizes; a damaged one is left for its owner to look at.
     """
-    assert keep_last >= 1, keep_last
     root, saved = newest.parent, format.parse_directory_name(newest.name)
     assert saved is not None, newest
-    kept_steps: list[int] = []
+    others = [path for path in _whole(root, saved[0]) if path != newest]
+    _remove(root, _unnecessary(others, saved[0], keep_last, keep_too))
+
+
+def _whole(root: Path, step: int) -> list[Path]:
+    """List the checkpoints of a step and of earlier ones that are complete, the newest first."""
+    found = (path for path in load.find(root) if load.step_of(path) <= step and not path.is_symlink())
+    return [path for path in found if _is_complete(path)]
+
+
+def _unnecessary(paths: Sequence[Path], step: int, keep_last: int, keep_too: Collection[int]) -> list[Path]:
+    """List which of some checkpoints, the newest first, go once that of a step is whole, beside these."""
+    assert keep_last >= 1, keep_last
+    kept_steps = [step]
     kept_too: list[int] = []
     unnecessary = []
-    for path in load.find(root):
-        step = load.step_of(path)
-        if step > saved[0] or path.is_symlink() or not _is_complete(path):
-            continue
-        if path == newest or (step not in kept_steps and len(kept_steps) < keep_last):
-            kept_steps.append(step)
-        elif step in keep_too and step not in {*kept_steps, *kept_too}:
-            kept_too.append(step)
+    for path in paths:
+        of = load.step_of(path)
+        if of not in kept_steps and len(kept_steps) < keep_last:
+            kept_steps.append(of)
+        elif of in keep_too and of not in {*kept_steps, *kept_too}:
+            kept_too.append(of)
         else:
             unnecessary.append(path)
+    return unnecessary
+
+
+def _remove(root: Path, unnecessary: Sequence[Path]) -> None:
+    """Remove checkpoints, the last one first."""
     trash = []
     for path in reversed(unnecessary):
         trash.append(root / format.temporary_name("trash", path.name, secrets.token_hex(4)))

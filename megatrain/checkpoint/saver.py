@@ -14,7 +14,7 @@ from typing import Any
 
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.contents import LargeFile
-from megatrain.checkpoint.save import begin, commit, let_go, removed_on_error
+from megatrain.checkpoint.save import begin, commit, let_go, removed_on_error, room_made
 from megatrain.errors import os_errors
 
 
@@ -58,14 +58,16 @@ class Saver:
             apart: The blocks that this thread reads, before it returns.
 
         Raises:
+            RoomMadeError: As of `save`.
             OutputError: Nothing can be written; no earlier checkpoint has changed.
         """
         assert self._saved is None, "the last checkpoint was not asked for"
-        temporary = begin(self._root, wanted.step)
-        with removed_on_error(temporary):
-            with os_errors("write the checkpoint", temporary):
-                wanted.write_first(temporary)
-            self.writer.begin(temporary, wanted.files, order, apart)
+        with room_made(self._root, wanted.step, wanted.keep_last, wanted.keep_too):
+            temporary = begin(self._root, wanted.step)
+            with removed_on_error(temporary):
+                with os_errors("write the checkpoint", temporary):
+                    wanted.write_first(temporary)
+                self.writer.begin(temporary, wanted.files, order, apart)
         saved: Future[Path] = Future()
         self._jobs.put(partial(self._finish, temporary, wanted, saved))
         self._saved = saved  # after it is to be done: an interrupt between the two leaves nobody waiting
@@ -115,7 +117,8 @@ class Saver:
 
     def _finish(self, temporary: Path, wanted: Wanted, saved: Future[Path]) -> None:
         try:
-            with removed_on_error(temporary):
+            keeps = wanted.keep_last, wanted.keep_too
+            with room_made(self._root, wanted.step, *keeps), removed_on_error(temporary):
                 try:
                     with os_errors("write the checkpoint", temporary):
                         wanted.write_rest(temporary)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -115,14 +117,46 @@ def test_exception_in_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_disk_error_of_any_writer_is_an_output_error(tmp_path: Path) -> None:
-    def full(directory: Path) -> None:
-        with open("/dev/full", "w") as file:
-            file.write("x")
-
     with pytest.raises(
         OutputError, match=r"cannot write the checkpoint .*: No space left on device; free some"
     ):
         save.save(tmp_path, step=20, write=full, meta={}, keep_last=1)
+
+
+def full(directory: Path) -> None:
+    with open("/dev/full", "w") as file:
+        file.write("x")
+
+
+def test_full_disk_takes_what_the_checkpoint_would_have_made_unnecessary(tmp_path: Path) -> None:
+    for step in (5, 10, 20, 30):
+        put(tmp_path, step, str(step), keep_last=9)
+    (tmp_path / "step-00000010" / "plain").unlink()  # damaged: it does not count, and stays
+    with pytest.raises(
+        save.RoomMadeError, match=r"No space left.*make room, step-00000005 went before its time$"
+    ):
+        save.save(tmp_path, step=40, write=full, meta={}, keep_last=2, keep_too=[20])
+    assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+    with pytest.raises(OutputError, match="No space left") as error:
+        save.save(tmp_path, step=40, write=full, meta={}, keep_last=2, keep_too=[20])
+    assert type(error.value) is OutputError, "there was nothing to remove"
+    with pytest.raises(save.RoomMadeError, match="step-00000020 went"):
+        save.save(tmp_path, step=40, write=full, meta={}, keep_last=2)
+    with pytest.raises(OutputError, match="No space left"):
+        save.save(tmp_path, step=40, write=full, meta={}, keep_last=1)
+    assert newest(tmp_path) == (30, "30"), "the newest stays"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EFBIG, errno.EACCES])
+def test_other_errors_take_nothing(tmp_path: Path, number: int) -> None:
+    def fails(directory: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for step in (10, 20):
+        put(tmp_path, step, str(step), keep_last=9)
+    with pytest.raises(OutputError, match=re.escape(os.strerror(number))):
+        save.save(tmp_path, step=30, write=fails, meta={}, keep_last=1)
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_link_in_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatrain.checkpoint.load import find_step, verify
-from megatrain.checkpoint.save import save
+from megatrain.checkpoint.save import RoomMadeError, save
 from megatrain.config.choice import Updates
 from megatrain.errors import CallbackError, DivergedError, MegatrainError, RankError, as_ours, first_line
 from megatrain.train.faults.recovery import newest_point
@@ -136,7 +137,8 @@ def _save(
     good.restore(meta["last_good"])  # type: ignore[arg-type]
     good.save(step, keep_last)
     began_s = time.monotonic()
-    path = save(
+    saved = partial(
+        save,
         directory.checkpoints,
         step=step,
         write=write,
@@ -144,6 +146,11 @@ def _save(
         keep_last=keep_last,
         keep_too=run.evaluator.kept_steps.union(good.kept),
     )
+    try:
+        path = saved()
+    except RoomMadeError as full:
+        _log.warning("%s", full)
+        path = saved()
     run.save_s = time.monotonic() - began_s
     run.tell_of(step, "checkpoint")
     return path

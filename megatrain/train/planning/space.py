@@ -1,8 +1,8 @@
 """The room that a run needs in its directory, against the room that is there, before its first step.
 
 A save needs room beside the checkpoints that are whole. So a run that keeps k checkpoints has k + 1 of them
-while it saves, and at its end k of them and a copy of the model in `hf/`. What the run has in its directory
-already counts as room, since the same command writes it anew or removes it.
+while it saves, and at its end k of them and a copy of the model in `hf/`. Checkpoints and models that the run
+has in its directory already count as room, since the same command writes them anew or removes them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from megatrain.train.records.metrics import format_duration
 
 _ROW_BYTES = 2048
 """The bytes of a row of `metrics.jsonl`: 500 to 2,000 in real runs."""
+_REPORT_BYTES = 5 << 20
+"""The bytes of `report.html`, nearly all of them those of what draws its curves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +50,9 @@ class Space:
     model_bytes: int
     """The bytes of the model in `hf/`."""
     other_bytes: int
-    """The bytes of logs, of an older model in `hf/`, and of state on drives in the same file system."""
+    """The bytes of logs, the report, an older model in `hf/`, and state on drives in the same file system."""
     have_bytes: int
-    """The free bytes, and what the run has there already."""
+    """The free bytes, and those of the checkpoints and the model that the run has there already."""
     keep_last: int | None
     """The checkpoints that are kept; None: all."""
     num_more: int
@@ -215,14 +217,16 @@ def space_of(
         )
         saves = _num_saves(config, num_steps, steps_per_epoch, done, step_s, interval_s)
         rows = 0 if num_steps is None else num_steps // config.log.every
-        other = rows * _ROW_BYTES + _bytes_in(directory.model)
+        other = rows * _ROW_BYTES + _bytes_in(directory.model) + _REPORT_BYTES * config.log.report
         other += _state_bytes(config, drive_bytes, os.stat(where).st_dev)
         return Space(
             out=directory.path,
             checkpoint_bytes=nbytes,
             model_bytes=model_bytes(request.anatomy),
             other_bytes=other,
-            have_bytes=found.f_bavail * found.f_frsize + _bytes_in(directory.path),
+            have_bytes=found.f_bavail * found.f_frsize
+            + _bytes_in(directory.checkpoints)
+            + _bytes_in(directory.model),
             keep_last=config.checkpoint.keep_last,
             num_more=int(_keeps_best(config)),
             num_saves=None if saves is None else there + saves,

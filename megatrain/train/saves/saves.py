@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from megatrain.checkpoint.background import ChunkWriter
-from megatrain.checkpoint.save import LeftOverError, save
+from megatrain.checkpoint.save import LeftOverError, RoomMadeError, save
 from megatrain.checkpoint.saver import Saver, Wanted
 from megatrain.checkpoint.uncopied import Uncopied
 from megatrain.distributed.cells import shared_cells
@@ -207,6 +207,8 @@ class Saves:
             self._finish()
         if not self._is_saved:
             error = self._save_now()
+            if isinstance(error, RoomMadeError):
+                error = self._save_now()
             if error is not None:
                 raise error
         assert self._newest is not None
@@ -286,9 +288,12 @@ class Saves:
                     error = failed
             elif run.engine.host.is_read_by_all:
                 lend_state(run.engine)
-            saved, reason = run.ranks.tell((None if path is None else str(path), str(error)))
+            has_room = isinstance(error, RoomMadeError)
+            saved, reason, has_room = run.ranks.tell(
+                (None if path is None else str(path), str(error), has_room)
+            )
         if saved is None:
-            error = error or OutputError(reason)
+            error = error or (RoomMadeError if has_room else OutputError)(reason)
             self._failed(begun, error)
             return error
         self._done(begun, Path(saved), time.monotonic() - begun.began_s)

@@ -133,8 +133,16 @@ def test_the_plan_says_the_same_and_a_resumed_run_counts_what_it_has(
     free(monkeypatch, 700_000)  # with two checkpoints and the model in hf/ that are there, it is enough
     code, said, found = plan()
     assert (code, found["problem"]) == (0, None)
-    there = sum(path.lstat().st_blocks * 512 for path in (tmp_path / "run").rglob("*") if path.is_file())
+    there = sum(
+        path.lstat().st_blocks * 512
+        for kind in ("checkpoints", "hf")  # logs and an old report stay
+        for path in (tmp_path / "run" / kind).rglob("*")
+        if path.is_file()
+    )
     assert found["have_bytes"] == 700_000 + there
+    file.write_text(file.read_text().replace('"report": false', '"report": true'))
+    with_report = plan()[2]
+    assert with_report["least_bytes"] - found["least_bytes"] == 5 << 20
 
 
 def test_a_file_system_that_does_not_say_is_not_asked(

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,58 @@ def _and_wait(begin: Any) -> Any:
         assert saver.ends_within(20)
 
     return waits
+
+
+class Small(files.FileCalls):
+    """A disk on which the checkpoints of a run may take so many bytes."""
+
+    def __init__(self, run: Path, num_bytes: int) -> None:
+        self._root, self._num_bytes = run / "checkpoints", num_bytes
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self._check(descriptor, len(data))
+        return super().write_at(descriptor, data, offset)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self._check(descriptor, len(data))
+        return super().write(descriptor, data)
+
+    def _check(self, descriptor: int, num_bytes: int) -> None:
+        if str(self._root) not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            return
+        for parent, _, names in os.walk(self._root):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    num_bytes += os.lstat(os.path.join(parent, name)).st_size
+        if num_bytes > self._num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_disk_with_room_for_two_checkpoints_of_three_that_are_kept_has_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Every save that finds no room takes the oldest, so the next one has room."""
+    whole = run_of(tmp_path, "whole", "bf16")
+    each = sum(len(data) for name, data in contents(whole).items() if "step-00000002" in name)
+    monkeypatch.setattr(files, "system", Small(tmp_path / "own/run", int(2.9 * each)))
+    own = run_of(tmp_path, "own", "bf16", every=1, keep_last=2, background=background)
+    found = [path.name for path in find(own / "checkpoints")]
+    assert found[0] == "step-00000006"
+    assert len(found) == 2
+    unsaved = [row for row in read_rows(own / "events.jsonl") if row["event"] == "unsaved"]
+    assert {row["step"] for row in unsaved[:2]} == {3, 5}
+    assert "step-00000001 went before its time" in unsaved[0]["reason"]
+
+
+def test_the_last_save_finds_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_of(tmp_path, "whole", "bf16")
+    each = sum(len(data) for name, data in contents(whole).items() if "step-00000002" in name)
+    monkeypatch.setattr(files, "system", Small(tmp_path / "own/run", int(2.9 * each)))
+    own = run_of(tmp_path, "own", "bf16", keep_last=2, background=False)
+    assert [path.name for path in find(own / "checkpoints")] == ["step-00000006", "step-00000004"]
+    name = "checkpoints/step-00000006/state/block-00000.safetensors"
+    assert (own / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
