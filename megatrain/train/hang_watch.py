@@ -1,4 +1,4 @@
-"""Notices that a step, an evaluation or a save makes no progress, from another thread.
+"""Notices that a step, an evaluation, a save or a row of metrics makes no progress, from another thread.
 
 Only time counts in which the engine, the device or the disk is waited for, and in which this process has run:
 a callback that takes long, a process that is stopped, and a machine that sleeps are no hang.

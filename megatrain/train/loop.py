@@ -194,7 +194,8 @@ def _shown(run: Run, directory: RunDirectory) -> Iterator[Callable[[StepMetrics,
     with MetricsLog(directory.metrics, resume_step=run.step) as metrics, progress:
 
         def show(row: StepMetrics, is_last: bool) -> None:
-            metrics.write(row)
+            with run.watched(f"the row of step {row.step} in {directory.metrics}", moves=True):
+                metrics.write(row)
             progress.update(row, is_last=is_last)
 
         run.within = progress.within

@@ -4,7 +4,8 @@
 those of the fourth, which the save of that step waits for; `immediate` is `copy` with such updates, and
 `resident` with layers whose newest state is on the device. `evaluation` hangs a copy in the evaluation after
 the third step, `write` a write of the checkpoint of the fourth, which the one of the sixth waits for, `last`
-one of the last checkpoint, and `blocking` a write that the run itself does; `error` is `write` with an error
+one of the last checkpoint, and `blocking` a write that the run itself does; `row` hangs the write of the
+fourth step's row of metrics; `error` is `write` with an error
 in the fifth step, and `ctrl_c` is `write` without `train.hang_after`, which prints that it hangs.
 With `slow`, nothing hangs: callbacks, data, an evaluation and saves take longer than `train.hang_after`, and
 the process is stopped in the middle of a step for as long.
@@ -121,23 +122,27 @@ def fail(step: int) -> None:
 
 
 class HungDisk(files.FileCalls):
-    """A disk on which one write of a checkpoint never ends."""
+    """A disk on which one write never ends."""
 
-    def __init__(self, step: int) -> None:
-        """Hang in the checkpoint of a step."""
-        self._name = f"step-{step:08d}"
+    def __init__(self, name: str, after: int = 0) -> None:
+        """Hang in a write of what has this in its path, the one after so many others."""
+        self._name, self._left = name, after
 
     def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
         """Write, or hang."""
-        if self._name in os.readlink(f"/proc/self/fd/{descriptor}"):
-            never_comes_back()
+        self._hang(descriptor)
         return super().write_at(descriptor, data, offset)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write, or hang."""
-        if self._name in os.readlink(f"/proc/self/fd/{descriptor}"):
-            never_comes_back()
+        self._hang(descriptor)
         return super().write(descriptor, data)
+
+    def _hang(self, descriptor: int) -> None:
+        if self._name in os.readlink(f"/proc/self/fd/{descriptor}"):
+            self._left -= 1
+            if self._left < 0:
+                never_comes_back()
 
 
 class Slow(TrainerCallback):
@@ -214,12 +219,14 @@ def main(root: Path, what: str) -> None:
         hang(Lane.FETCH, 4, after=1, evaluating=True)
     elif what in ("write", "last", "blocking", "error", "ctrl_c"):
         hang_end.LEAST_S = 2.0  # the time in which it tries to save
-        files.system = HungDisk(7 if what == "last" else 4)
+        files.system = HungDisk("step-00000007" if what == "last" else "step-00000004")
         if what == "error":
             fail(5)
         if what == "ctrl_c":
             signal.signal(signal.SIGINT, signal.default_int_handler)  # one in the background inherits none
         sections["checkpoint"] = {"every": 2, "background": what != "blocking"}
+    elif what == "row":
+        files.system = HungDisk("metrics.jsonl", after=3)
     else:
         assert what == "slow", what
         be_slow()

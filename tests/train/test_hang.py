@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.checkpoint.load import verify
 from megatrain.errors import HangError
@@ -18,7 +19,7 @@ from megatrain.train.hang_watch import LEAST_S, HangWatch
 from megatrain.train.loop import train
 from megatrain.train.records.json_lines import read_rows
 from tests.train.hung_run import config_of
-from tests.train.test_loop import assert_same_runs
+from tests.train.test_loop import assert_same_runs, rows_of, state_of
 
 
 def run_with(root: Path, what: str) -> subprocess.CompletedProcess[str]:
@@ -65,6 +66,26 @@ def test_an_evaluation_that_hangs_ends_the_run_and_the_step_before_it_is_saved(t
     whole = verify(tmp_path / "whole/checkpoints/step-00000003").meta
     assert saved["rng"] == whole["rng"], "what the evaluation has drawn is in no checkpoint"
     assert saved["data"] == whole["data"]
+
+
+@pytest.mark.parity
+def test_a_row_of_metrics_that_hangs_ends_the_run_and_its_step_is_saved(tmp_path: Path) -> None:
+    done = run_with(tmp_path, "row")
+    assert done.returncode == 8, done.stderr
+    text = last_error(tmp_path)["text"]
+    place = tmp_path / "run/metrics.jsonl"
+    assert text.startswith(f"the row of step 4 in {place} has made no progress for 0m 02s (train.hang_after)")
+    checkpoint = tmp_path / "run/checkpoints/step-00000004"
+    assert f"Step 4 is saved in {checkpoint}, and the same command goes on from there" in text
+    assert verify(checkpoint).step == 4
+    train(config_of(tmp_path, "run", hang_after=None))
+    train(config_of(tmp_path, "whole", hang_after=None))
+    rows = [[row["loss"] for row in rows_of(tmp_path / out) if row["step"] != 4] for out in ("run", "whole")]
+    assert rows[0] == rows[1]
+    left, right = state_of(tmp_path / "run"), state_of(tmp_path / "whole")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    assert len(rows[0]) == 6, "its own row alone is lost"
 
 
 @pytest.mark.sampled(4)
