@@ -227,13 +227,12 @@ def _train_until_done(
     commit_every = settings.memory.commit_every
     run.health.begin()
     begin_watch(run)
-    saves = Saves(run, directory, saved)
-    with (
-        _shown(run, directory) as show,
-        hangs_ended(run, directory, saves),
-        late_ranks_ended(run, directory, saves, ending),
-        saves,
-    ):
+    with ExitStack() as stack:
+        show = stack.enter_context(_shown(run, directory))
+        saves = Saves(run, directory, saved)  # has threads, which end where it does
+        stack.enter_context(hangs_ended(run, directory, saves))
+        stack.enter_context(late_ranks_ended(run, directory, saves, ending))
+        stack.enter_context(saves)
         _begin(run)
         if saved is None and run.step in run.evaluator.kept_steps:
             saves.begin()  # the run was killed between its commit and its save

@@ -166,5 +166,5 @@ def test_killed_run_goes_on_by_itself_to_the_same_bits(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "the run was killed (SIGKILL)" in ended.stderr
-    assert re.search(r"after step [4-7]; starting it again \(3 starts left\)", ended.stderr)
+    assert re.search(r"after step [4-8]; starting it again \(3 starts left\)", ended.stderr)
     assert_same_runs(tmp_path / "run", tmp_path / "whole/run")

@@ -151,7 +151,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     class Held(files.FileCalls):
         def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
-            assert held.wait(20)
+            assert held.wait(120)
             return super().write_at(descriptor, data, offset)
 
     step_of = loop.train_step
@@ -334,12 +334,25 @@ class Held(files.FileCalls):
 
     def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
         self.has_begun.set()
-        assert self.is_free.wait(20)
+        assert self.is_free.wait(120)
         return super().write_at(descriptor, data, offset)
 
 
 def threads_that_save() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("megatrain-save")]
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_no_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OutputError("megatrain cannot write metrics.jsonl")
+
+    monkeypatch.setattr(loop, "MetricsLog", refuse)
+    before = threads_that_save()
+    with pytest.raises(OutputError, match="cannot write metrics"):
+        train(make_config(tmp_path, train={"steps": 4}))
+    assert threads_that_save() == before
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")
@@ -349,7 +362,7 @@ def test_a_second_ctrl_c_while_the_last_save_is_waited_for_ends_the_run_and_keep
     disk = Held()
 
     def interrupt() -> None:
-        assert disk.has_begun.wait(20)
+        assert disk.has_begun.wait(120)
         for _ in range(2):
             time.sleep(0.4)
             os.kill(os.getpid(), signal.SIGINT)
