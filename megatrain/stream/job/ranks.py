@@ -17,7 +17,6 @@ class Ranks(StateRanks, Protocol):
     gathers: bool
     """Each fetches a piece of every block's weights, and those of a node gather them."""
 
-
     @property
     def have_given_up(self) -> bool:
         """Whether a rank is known to have given up the step that is going on."""
