@@ -131,7 +131,7 @@ class RankError(MegatrainError):
 
 
 class HangError(MegatrainError):
-    """A step makes no progress any more: the device, a driver or a drive hangs."""
+    """A step, an evaluation or a save makes no progress any more: the device, a driver or a drive hangs."""
 
     exit_code = 8
 

@@ -12,12 +12,19 @@ from typing import Protocol
 
 import torch
 
-from megatrain.errors import GivenUpError, exhausted_memory, first_line
+from megatrain.errors import GivenUpError, RankError, exhausted_memory, first_line
 from megatrain.stream.job.ranks import Ranks
 
 
-class GivenUp(Exception):
-    """Ends the visits of a step that another rank has given up."""
+class GivenUp(RankError):
+    """Ends the visits of a step that another rank has given up; `StepMeeting` puts its own error there."""
+
+    def __init__(self) -> None:
+        """Say what is left to say where this rank cannot go through the step."""
+        super().__init__(
+            "another rank has given up the step, since its device has no room for it, and this rank cannot "
+            "do so in the same order"
+        )
 
 
 class Going(Protocol):

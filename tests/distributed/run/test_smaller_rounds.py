@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize(
