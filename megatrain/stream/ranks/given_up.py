@@ -99,5 +99,7 @@ class StepMeeting:
         reasons = self._ranks.gather_values(reason)
         rank = next(rank for rank, found in enumerate(reasons) if found)
         lost = GivenUpError(rank, reasons[rank])
-        lost.is_told = rank != self._ranks.rank
+        is_here = rank // self._ranks.local_size == self._ranks.node
+        says = rank == self._ranks.rank if is_here else self._ranks.local_rank == 0  # once on each machine
+        lost.is_told = not says
         return lost

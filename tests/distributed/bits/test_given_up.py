@@ -71,7 +71,7 @@ class Full:
 def test_a_step_that_is_given_up_runs_again_in_smaller_rounds_to_the_same_bits(row: dict[str, Any]) -> None:
     row = dict(row)
     which, place, is_told = row.pop("fails"), row.pop("place"), row.pop("is_told")
-    size, _ = row["ranks"]
+    size, num_nodes = row["ranks"]
     failing = {"first": {0}, "last": {size - 1}, "all": {*range(size)}}[which]
     settings = settings_of(row) | {"steps": 3}
     full = [Full(rank in failing, place) for rank in range(size)]
@@ -93,7 +93,9 @@ def test_a_step_that_is_given_up_runs_again_in_smaller_rounds_to_the_same_bits(r
     for rank, each in enumerate(full):
         (error,) = each.errors
         assert (error.rank, error.reason) == (failed[0], FULL)
-        assert error.is_told == (rank != failed[0])
+        node, place = divmod(rank, size // num_nodes)
+        is_here = node == failed[0] // (size // num_nodes)
+        assert error.is_told == (rank != failed[0] if is_here else place > 0)
         assert exhausted_memory(error) is None
         cause = error.__cause__
         assert (cause is not None and exhausted_memory(cause) == "device") == (rank in failed)
