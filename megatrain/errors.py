@@ -57,6 +57,24 @@ class CapacityError(MegatrainError):
     exit_code = 3
 
 
+class GivenUpError(CapacityError):
+    """A step of several ranks for which the device of one had no room: all of them have given it up."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        """Say it; every rank raises it.
+
+        Args:
+            rank: The rank whose device had no room.
+            reason: What its device, or torch, says.
+        """
+        super().__init__(
+            f"the device of rank {rank} had no room for a step ({reason}), so all ranks have given it up, "
+            "and the state is that of the step before; use fewer micro-batches together (lockstep), or "
+            "close what else takes memory there"
+        )
+        self.rank, self.reason = rank, reason
+
+
 class DataError(MegatrainError):
     """Training data that cannot be read or used: names the file and the row."""
 
@@ -113,7 +131,7 @@ class RankError(MegatrainError):
 
 
 class HangError(MegatrainError):
-    """A step makes no progress any more: the device, a driver or a drive hangs."""
+    """A step, an evaluation or a save makes no progress any more: the device, a driver or a drive hangs."""
 
     exit_code = 8
 
@@ -177,6 +195,8 @@ def exhausted_memory(error: BaseException) -> str | None:
     Python, numpy and torch each have an error of their own for it, and torch's for the host is a RuntimeError
     that has it in its text.
     """
+    if isinstance(error, GivenUpError):  # of another process, perhaps
+        return None
     text = str(error)
     if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__) or _ON_DEVICE.search(text):
         return "device"

@@ -107,6 +107,24 @@ def test_train_help_is_short_and_help_all_lists_every_key(capsys: pytest.Capture
     assert max(map(len, everything)) <= 110
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="pipes that keep writes apart are Linux's")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_the_sentence_of_an_error_is_written_in_one_piece(tmp_path: Path, unbuffered: str) -> None:
+    """Ranks that end at the same moment write to the same place: their lines must not come apart."""
+    read, write = os.pipe2(os.O_DIRECT)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "megatrain", "train", str(tmp_path / "absent.yaml")]
+    done = subprocess.run(command, stdout=write, stderr=write, env=environment, check=False)
+    os.close(write)
+    pieces = iter(lambda: os.read(read, 1 << 16).decode(), "")
+    said = [piece for piece in pieces if "error: " in piece]
+    os.close(read)
+    assert done.returncode == 2
+    assert len(said) == 1
+    assert "absent.yaml" in said[0]
+    assert said[0].endswith("\n")
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

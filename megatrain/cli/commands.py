@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _debug or os.environ.get("MEGATRAIN_DEBUG"):
             traceback.print_exc()
         if not ours.is_told:
-            print(f"error: {ours}", file=sys.stderr)
+            # `print` ends its line with a second write where Python does not buffer (PYTHONUNBUFFERED), and
+            # the lines of ranks that end at the same moment would come apart.
+            sys.stderr.write(f"error: {ours}\n")
+            sys.stderr.flush()
         tell_launcher(str(ours))
         if ours.exit_code == RankError.exit_code:
             # Python's own exit would take its time, and wait for threads that talk to lost ranks.

@@ -47,7 +47,7 @@ class Alone:
 
     rank = node = local_rank = 0
     size = num_nodes = local_size = 1
-    gathers = False
+    gathers = have_given_up = False
 
     def __init__(self) -> None:
         self.watch = Unwatched()
@@ -59,6 +59,15 @@ class Alone:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave nobody."""
+
+    def begin_step(self) -> None:
+        """Begin it for nobody else."""
+
+    def end_step(self) -> None:
+        """End it for nobody else."""
+
+    def give_up(self) -> None:
+        """Let nobody know."""
 
     def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Return the tensor as the one part that there is."""

@@ -16,6 +16,8 @@ Beat = dict[str, Any]
 JOINED, ALL = "megatrain/joined", "megatrain/all"
 LOST = "megatrain/lost"
 DONE = "megatrain/done"
+GIVEN_UP = "megatrain/given_up"
+"""The number of the newest step that a rank has given up, for which its device has no room."""
 AGAIN = "The same command goes on from the newest checkpoint"
 """The way out of every loss."""
 

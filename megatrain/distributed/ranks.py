@@ -114,6 +114,23 @@ class Ranks:
         if self.watch.is_lost:
             ignore_sigterm()
 
+    @property
+    def have_given_up(self) -> bool:
+        """Whether a rank is known to have given up the step that is going on."""
+        return self.watch.has_given_up
+
+    def begin_step(self) -> None:
+        """Take note that a step begins, which a rank may give up."""
+        self.watch.begin_step()
+
+    def end_step(self) -> None:
+        """Take note that it is over for this rank."""
+        self.watch.end_step()
+
+    def give_up(self) -> None:
+        """Let the others know, about a second later, that this rank gives up the step."""
+        self.watch.give_up()
+
     def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Send each rank its part of a flat tensor, and return the parts that all have sent to this one.
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from megatrain.distributed.beats import (
     AGAIN,
     ALL,
+    GIVEN_UP,
     JOINED,
     LOST,
     Beat,
@@ -106,6 +107,9 @@ class Watch:
         self._losing = threading.Lock()
         self._is_first = False
         self._is_said = False
+        self._step, self._given_up = 0, 0
+        """The number of the newest step, and of the newest one that a rank has given up."""
+        self._is_in_step = False
         self._is_silent = False
         """Nothing is asked of the store any more: it would not answer."""
         self._closed = threading.Event()
@@ -183,6 +187,26 @@ class Watch:
             yield
         finally:
             self._lost_s, self._finishing = self._clock.now(), before
+
+    def begin_step(self) -> None:
+        """Take note that a step begins; all ranks do, so its number is the same on all."""
+        self._step += 1
+        self._is_in_step = True
+
+    def end_step(self) -> None:
+        """Take note that it is over for this rank."""
+        self._is_in_step = False
+
+    def give_up(self) -> None:
+        """Let the others know, with their next beats, that this rank gives up the step."""
+        self._given_up = self._step
+        with suppress(RuntimeError):  # the store is gone, which ends all
+            self._store.set(GIVEN_UP, str(self._step))
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a rank is known to have given up the step that is going on."""
+        return self._is_in_step and self._given_up == self._step
 
     def ends(self, error: Exception) -> None:
         """Let the others know at once of the error that this rank is going to end with."""
@@ -337,6 +361,8 @@ class Watch:
         if self._store.check([LOST]):
             self._agree("")
             return
+        if self._store.check([GIVEN_UP]):
+            self._given_up = max(self._given_up, int(self._store.get(GIVEN_UP)))
         now, moves = self._clock.now(), self._moves
         if now - self._looked_s > self._timeout_s / 2:  # the store has kept this one waiting, too
             self._seen.clear()

@@ -9,13 +9,16 @@ any other: it is whole before the error reaches the caller.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
 from megatrain import files
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_WAY = "trainer.train(resume_from_checkpoint=True) goes on from there"
+
 
 @dataclass(frozen=True, slots=True)
 class _Position:
@@ -41,6 +46,8 @@ class _Position:
     flos: float
     num_input_tokens: int
     rng: Mapping[str, Any]
+    callbacks: Sequence[tuple[ExportableState, dict[str, Any]]]
+    """The callbacks that have a state in checkpoints, each with that state."""
 
 
 class LastStep:
@@ -52,6 +59,8 @@ class LastStep:
         self._begun: int | None = None
         self._noted: _Position | None = None
         self._saved: int | None = None
+        self._torn: Path | None = None
+        """The checkpoint that a save has begun to write and not ended."""
 
     @property
     def _is_wanted(self) -> bool:
@@ -62,13 +71,19 @@ class LastStep:
 
     @contextmanager
     def rescued(self) -> Iterator[None]:
-        """Save the last whole step if an error ends the training inside, and say where; the error goes on."""
-        self._begun = self._noted = self._saved = None
+        """Save the last whole step if an error ends the training inside, and say where; the error goes on.
+
+        After whatever ends it, no checkpoint is left that was not written to its end.
+        """
+        self._begun = self._noted = self._saved = self._torn = None
         try:
             yield
-        except Exception as error:
-            if self._begun is not None and self._trainer.state.global_step > self._begun and self._is_wanted:
+        except BaseException as error:
+            has_trained = self._begun is not None and self._trainer.state.global_step > self._begun
+            if isinstance(error, Exception) and has_trained and self._is_wanted:
                 _log.warning("an error ends the training (%s): %s", first_line(error), self._save(error))
+            elif self._ranks.size == 1:
+                self._remove_torn()
             raise
 
     def begin(self) -> None:
@@ -81,9 +96,17 @@ class LastStep:
         if self._is_wanted:
             self._noted = self._now()
 
-    def saved(self) -> None:
-        """Take note that the newest step is saved."""
-        self._saved = self._trainer.state.global_step
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Take note that the newest step is saved inside."""
+        if self._trainer.hp_search_backend is None:  # the trials of a search have directories of their own
+            self._torn = self._path(self._trainer.state.global_step)
+        yield
+        self._torn, self._saved = None, self._trainer.state.global_step
+
+    def leave(self) -> None:
+        """Take note that the model is the best one from now on, and no longer that of the last step."""
+        self._begun = None
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -95,7 +118,15 @@ class LastStep:
             flos=trainer.state.total_flos + float(trainer.current_flos),
             num_input_tokens=trainer.state.num_input_tokens_seen,
             rng=encode_rng(),
+            callbacks=[
+                (each, deepcopy(each.state()))
+                for each in trainer.callback_handler.callbacks
+                if isinstance(each, ExportableState)
+            ],
         )
+
+    def _path(self, step: int) -> Path:
+        return Path(self._trainer._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
     def _whole(self) -> _Position | None:
         """Return the position of the state that the engine has; None: it is not known to be that of any.
@@ -115,43 +146,52 @@ class LastStep:
     def _save(self, error: Exception) -> str:
         """Save the last whole step, unless that is done, and say what is saved."""
         trainer = self._trainer
-        out = Path(trainer._get_output_dir(trial=None))
         if trainer.engine.choice.updates == Updates.IMMEDIATE.value:
-            return _not_saved("with updates=immediate nothing is saved", out)
+            return self._not_saved("with updates=immediate nothing is saved")
         if exhausted_memory(error) is not None:
             let_go(error)
         try:
             whole = self._whole()
             if whole is None:
-                return _not_saved("what the engine holds is not the step that the trainer is at", out)
-            path = out / f"{PREFIX_CHECKPOINT_DIR}-{whole.step}"
-            if self._saved != whole.step:
-                self._write(whole, path)
+                return self._not_saved("what the engine holds is not the step that the trainer is at")
+            path = self._path(whole.step)
+            if self._saved != whole.step or not path.exists():  # the limit may have removed it
+                self._write(whole)
         except Exception as failed:
             is_ours = isinstance(failed, MegatrainError)
             why = str(failed).partition("; ")[0] if is_ours else f"{type(failed).__name__}: {failed}"
-            return _not_saved(f"what was trained since could not be saved ({why})", out)
+            return self._not_saved(f"what was trained since could not be saved ({why})")
+        if trainer.args.save_only_model:
+            return f"the model of step {whole.step} is saved in {path}, and nothing else (save_only_model)"
         return f"step {whole.step} is saved in {path}; {_WAY}"
 
-    def _write(self, whole: _Position, path: Path) -> None:
-        trainer, is_new = self._trainer, not path.exists()
-        now = encode_rng()
+    def _write(self, whole: _Position) -> None:
+        """Save a step as the trainer would, but do not push it, as `on_save` is not called either."""
+        trainer, now = self._trainer, encode_rng()
         trainer.state.total_flos, trainer.current_flos = whole.flos, 0
         trainer.state.num_input_tokens_seen = whole.num_input_tokens
         restore_rng(whole.rng)
-        try:
+        with ExitStack() as around:
+            around.callback(restore_rng, now)
+            around.enter_context(mock.patch.object(trainer, "_push_from_checkpoint"))
+            for callback, state in whole.callbacks:
+                around.enter_context(mock.patch.object(callback, "state", return_value=state))
             trainer._save_checkpoint(trainer.model, trial=None)
-        except BaseException:
-            if is_new and path.exists():  # a resume would take it by its name
-                files.remove_tree(path, first=TRAINER_STATE_NAME)
-            raise
-        finally:
-            restore_rng(now)
 
+    def _not_saved(self, why: str) -> str:
+        self._remove_torn()
+        out = self._path(0).parent
+        newest = get_last_checkpoint(str(out)) if out.is_dir() else None
+        return f"{why}; " + (f"the newest checkpoint is {newest}" if newest else "there is no checkpoint")
 
-_WAY = "trainer.train(resume_from_checkpoint=True) goes on from there"
-
-
-def _not_saved(why: str, out: Path) -> str:
-    newest = get_last_checkpoint(str(out)) if out.is_dir() else None
-    return f"{why}; " + (f"the newest checkpoint is {newest}" if newest else "there is no checkpoint")
+    def _remove_torn(self) -> None:
+        """Remove the checkpoint that a save has left torn: a resume would take it by its name."""
+        torn, self._torn = self._torn, None
+        if torn is None or not torn.exists():
+            return
+        try:
+            files.remove_tree(torn, first=TRAINER_STATE_NAME)
+        except MegatrainError as error:
+            _log.warning("%s was not written to its end, and stays; do not resume from it: %s", torn, error)
+        else:
+            _log.warning("%s was not written to its end, and is removed", torn)

@@ -339,9 +339,8 @@ class Streaming(_Base):
             save_untouched(self.model, Path(output_dir or self.args.output_dir))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._ranks.watch.moving(f"saving step {self.state.global_step}"):
+        with self._ranks.watch.moving(f"saving step {self.state.global_step}"), self._last_step.saving():
             super()._save_checkpoint(*args, **kwargs)
-        self._last_step.saved()
         # The others may have looked for the best checkpoint before it was there.
         self.state.best_model_checkpoint = self._ranks.tell(self.state.best_model_checkpoint)
 
@@ -357,6 +356,7 @@ class Streaming(_Base):
         self._checkpoints.read_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        self._last_step.leave()
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

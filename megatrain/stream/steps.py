@@ -17,6 +17,7 @@ from megatrain.stream.failures import explained
 from megatrain.stream.forward.arrangement import Arrangement
 from megatrain.stream.forward.model_forward import ModelForward
 from megatrain.stream.meter import StepMeter
+from megatrain.stream.ranks.given_up import StepMeeting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +55,8 @@ class Steps:
         self._forward = forward
         self._arrangement = arrangement
         self._meter = meter
+        shared = arrangement.gradients.shared
+        self._meeting = StepMeeting(shared.ranks, shared.sequence)
 
     @property
     def takes_order(self) -> bool:
@@ -106,6 +109,7 @@ class Steps:
             numbers = range(len(losses))
             of_rounds = [numbers[first : first + together] for first in numbers[::together]]
             rounds.foresee_step([len(numbers) for numbers in of_rounds], len(before))
+            self._meeting.begin()
             arrangement.offloaded.begin_step()
             in_turn = arrangement.executor.spec.heads_in_turn
             for numbers in of_rounds:
@@ -128,8 +132,14 @@ class Steps:
                 parts = turns.run(calls, heads_in_turn=in_turn) if len(calls) > 1 else [calls[0]()]
                 torch.autograd.backward([root for _, root in parts])
                 found += [loss for loss, _ in parts]
+            self._meeting.come()
         except BaseException as error:
-            self.drop(error)
+            try:
+                lost = self._meeting.come_early(error, arrangement.executor)
+            finally:
+                self.drop(error)
+            if lost is not None:
+                raise lost from error
             instead = explained(error, self._model, arrangement.lanes.device)
             if instead is not None:
                 raise instead from error

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
-from megatrain.config.choice import Updates
 from megatrain.distributed.guard import Moves, RunningClock
 from megatrain.errors import HangError
-from megatrain.train.faults.rescue import not_saved, save_whole
+from megatrain.train.faults.rescue import NOT_IN_RAM, held, not_saved, save_whole
 from megatrain.train.hang_watch import HangWatch
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.metrics import format_duration
@@ -61,12 +60,12 @@ def hangs_ended(run: Run, directory: RunDirectory, saves: Saves) -> Iterator[Non
 
 def _end(run: Run, directory: RunDirectory, saves: Saves, silent_s: float, what: str) -> NoReturn:
     """Leave all that can be left, and end the process."""
-    patience_s = max(LEAST_S, silent_s)
+    patience_s, what = max(LEAST_S, silent_s), what or _where(run)
     try:
-        said = [f"{what or _where(run)} has made no progress for {format_duration(silent_s)}"]
+        said = [f"{what} has made no progress for {format_duration(silent_s)}"]
         _try(lambda: said.append(directory.write_stacks()), lambda: 0, patience_s)
         saved: list[str] = []
-        _try(lambda: saved.append(_save(run, directory, saves)), lambda: saves.num_left, patience_s)
+        _try(lambda: saved.append(_save(run, directory, saves, what)), lambda: saves.num_left, patience_s)
         if not saved:
             why = "The last step could not be saved, since that makes no progress either"
             _try(lambda: saved.append(not_saved(why, run, directory)), lambda: 0, WORDS_S)
@@ -85,20 +84,14 @@ def _where(run: Run) -> str:
     return f"step {step} ({passed.num_visits:,} of {passed.num_foreseen:,} passes of layers)"
 
 
-def _save(run: Run, directory: RunDirectory, saves: Saves) -> str:
+def _save(run: Run, directory: RunDirectory, saves: Saves, what: str) -> str:
     """Save the last whole step, if all of it is in RAM, and say what is saved."""
-    arrangement = run.engine.arrangement
-    num_held = arrangement.integrity.stop()
+    num_held, why = held(run)
     write = saves.writes_at_rest()  # waits for a checkpoint that is under way, which may be the newest then
-    if run.engine.choice.updates == Updates.IMMEDIATE.value:
-        return not_saved("With optim.updates=immediate nothing is saved", run, directory)
-    if num_held is None:
-        return not_saved("An update hangs in the middle, so nothing is saved", run, directory)
-    if arrangement.executor.states.has_newer:
-        return not_saved("Its state is newer on the device than in RAM, so nothing is saved", run, directory)
-    if write is None:
-        return not_saved("Not all of its state is in RAM, so nothing is saved", run, directory)
-    said = save_whole(run, directory, partial(run.meta_of, num_held), write, "a step hangs")
+    if why or write is None:
+        said = not_saved(why or NOT_IN_RAM, run, directory)
+    else:
+        said = save_whole(run, directory, partial(run.meta_of, num_held), write, f"{what} hangs")
     return f"{said[0].upper()}{said[1:]}"
 
 

@@ -128,7 +128,7 @@ class Run:
     beginnings: deque[Beginning] = field(default_factory=lambda: deque(maxlen=2))
     """The beginnings of the newest two steps, until the run's end."""
     hang_watch: HangWatch | None = None
-    """What ends the process if a step hangs; None: nothing does."""
+    """What ends the process if a step, an evaluation or a save hangs; None: nothing does."""
     save_s: float | None = None
     """The seconds that the newest save took; None before the first."""
     processor: Mapping[str, bytes] = field(default_factory=dict)

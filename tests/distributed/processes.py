@@ -84,7 +84,7 @@ def fork_ranks(name: str, ranks: str, place: str, settings: str) -> None:
                 if ours is None:
                     traceback.print_exc()
                 elif not ours.is_told:
-                    print(f"rank {rank}: {ours}")
+                    sys.stdout.write(f"rank {rank}: {ours}\n")  # in one piece, unlike what `print` writes
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -56,6 +56,7 @@ class Turns:
         self._given: dict[Any, dict[int, Any]] = {}
         self._ended: set[int] = set()
         self.error: BaseException | None = None
+        self.given_up = 0
 
     def run(self, task: Callable[[ThreadRanks], Any]) -> list[Any]:
         """Run a task as every rank; return what each has returned."""
@@ -133,6 +134,25 @@ class ThreadRanks:
         self.sent: Counter[str] = Counter()
         """By lane: bytes that went to others."""
         self.gathers = False
+        self._step, self._is_in_step = 0, False
+
+    @property
+    def have_given_up(self) -> bool:
+        """Whether a rank has given up the step that this one is at."""
+        return self._is_in_step and self._step == self._turns.given_up
+
+    def begin_step(self) -> None:
+        """Count a step."""
+        self._step += 1
+        self._is_in_step = True
+
+    def end_step(self) -> None:
+        """Be at none."""
+        self._is_in_step = False
+
+    def give_up(self) -> None:
+        """Let the other threads know."""
+        self._turns.given_up = self._step
 
     def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Give every rank of the node, or of the rail, its part."""

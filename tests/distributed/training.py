@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from megatrain.config.choice import StepBatch
+from megatrain.stream.engine import Engine
 from tests.distributed.cases import TRAINED, add_gates, cut_at, micro_batches, settings_of
 from tests.distributed.threads import RankLanes, ThreadRanks
 from tests.expert_families import APART
 from tests.families import FAMILIES
-from tests.reference import attach_plainly, make_model
+from tests.reference import Batch, attach_plainly, make_model
 from tests.stream.runs import HYPER, family_config
 
 
@@ -35,6 +37,7 @@ def train(
     commits: bool = False,
     gathers: bool = False,
     tile_tokens: int | None = None,
+    passes: Callable[[Engine, Any, list[Batch], list[int]], Tensor] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a family, and return each step's loss, norm and digests of gradients and masters.
@@ -58,6 +61,8 @@ def train(
         commits: Every step is committed on the drives.
         gathers: Each rank fetches a piece of the weights.
         tile_tokens: The tokens of a tile of a row; None: rows pass whole.
+        passes: What takes an engine, its ranks, and the micro-batches of a step with their seeds, and runs
+            those of this rank; None: `pass_all`.
         settings: Of `attach`.
     """
     if ranks is not None:
@@ -82,12 +87,11 @@ def train(
         model, device=device, batch=batch, ranks=ranks, optimizer_state=state, updates=updates, **settings
     )
     optimizer = engine.adamw(**HYPER, max_grad_norm=max_grad_norm)
-    own = engine.parts(num_micro_batches)[0 if ranks is None else ranks.rank]
     told: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "masters": []}
     for step in range(steps):
         batches = micro_batches(num_micro_batches, seed=step, data=data, missing=missing or "always")
         seeds = [100 * step + number for number in range(num_micro_batches)]
-        loss = engine.forward_backward([batches[n] for n in own], seeds=[seeds[n] for n in own])
+        loss = (passes or pass_all)(engine, ranks, batches, seeds)
         told["losses"].append(float(loss))
         if updates != "immediate" and reads and settings.get("gradients", "host") == "host":
             told["gradients"].append(digest_of(dict(engine.named_gradients())))
@@ -100,6 +104,12 @@ def train(
     told["end"] = digest_of(dict(engine.named_masters()))
     engine.close()
     return told
+
+
+def pass_all(engine: Engine, ranks: Any, batches: list[Batch], seeds: list[int]) -> Tensor:
+    """Run this rank's micro-batches of a step up to its update."""
+    own = engine.parts(len(batches))[0 if ranks is None else ranks.rank]
+    return engine.forward_backward([batches[n] for n in own], seeds=[seeds[n] for n in own])
 
 
 def train_row(ranks: Any, *, row: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from megatrain.stream.optimizer import StreamedOptimizer
 from tests.hf.setups import assert_same_weights, logged, tiny
@@ -54,6 +56,9 @@ class Trap(TrainerCallback):
         if state.global_step == self.step:
             self._raise("on_evaluate")
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._raise("on_train_end")
+
     def _raise(self, moment: str) -> None:
         if moment == self.moment:
             raise RuntimeError("a wire is loose")
@@ -77,7 +82,14 @@ def fail(trainer: Any, caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("moment", "saved"),
-    [("forward", 3), ("on_step_begin", 3), ("on_step_end", 4), ("on_log", 4), ("on_evaluate", 4)],
+    [
+        ("forward", 3),
+        ("on_step_begin", 3),
+        ("on_step_end", 4),
+        ("on_log", 4),
+        ("on_evaluate", 4),
+        ("evaluation", 4),
+    ],
 )
 def test_an_error_costs_its_step_and_no_other(
     moment: str,
@@ -99,6 +111,16 @@ def test_an_error_costs_its_step_and_no_other(
             return compute(self, *args, **given)
 
         monkeypatch.setattr(type(failing), "compute_loss", computed)
+    if moment == "evaluation":
+        predict = type(failing).prediction_step
+
+        def predicted(self: Any, *args: Any, **given: Any) -> Any:
+            if self is failing and self.state.global_step == 4:
+                torch.rand(5)
+                raise RuntimeError("a wire is loose")
+            return predict(self, *args, **given)
+
+        monkeypatch.setattr(type(failing), "prediction_step", predicted)
     said = fail(failing, caplog)
     monkeypatch.undo()
     path = tmp_path / f"run/checkpoint-{saved}"
@@ -178,6 +200,117 @@ def test_a_save_that_fails_too_leaves_nothing_that_a_resume_would_take(
     why = "what was trained since could not be saved (OSError: [Errno 28] No space left on device)"
     assert said.endswith(f"{why}; there is no checkpoint")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_failed_and_fails_again_is_not_named_as_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = start(tmp_path, save_steps=2)
+    write = type(trainer)._save_rng_state
+
+    def full(self: Any, output_dir: str) -> None:
+        if self.state.global_step == 4:
+            raise RuntimeError("a wire is loose")
+        write(self, output_dir)
+
+    monkeypatch.setattr(type(trainer), "_save_rng_state", full)
+    said = fail(trainer, caplog)
+    why = "what was trained since could not be saved (RuntimeError: a wire is loose)"
+    assert said.endswith(f"{why}; the newest checkpoint is {tmp_path / 'checkpoint-2'}")
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert f"{tmp_path / 'checkpoint-4'} was not written to its end, and is removed" in caplog.messages
+
+
+@pytest.mark.parametrize("moment", ["_save_rng_state", "training_step"])
+def test_ctrl_c_saves_nothing_and_leaves_no_torn_checkpoint(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = start(tmp_path, save_steps=2)
+    function = getattr(type(trainer), moment)
+
+    def interrupted(self: Any, *args: Any, **given: Any) -> Any:
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+        return function(self, *args, **given)
+
+    monkeypatch.setattr(type(trainer), moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    whole = {"checkpoint-2"} | ({"checkpoint-4"} if moment == "training_step" else set())
+    assert {each.name for each in tmp_path.iterdir()} == whole
+
+
+def test_a_trainer_that_saves_models_alone_says_that_nothing_goes_on_from_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = fail(start(tmp_path, "on_step_begin", save_only_model=True), caplog)
+    path = tmp_path / "checkpoint-3"
+    assert said.endswith(f"the model of step 3 is saved in {path}, and nothing else (save_only_model)")
+    assert not (path / "state").exists()
+    assert (path / "model.safetensors").exists()
+
+
+BEST: dict[str, Any] = {"save_steps": 2, "metric_for_best_model": "loss"}
+"""With it step 2 is the best one: what is trained after that does worse on other rows."""
+
+
+def test_the_best_model_is_not_saved_as_that_of_the_last_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {**BEST, "save_strategy": "best", "load_best_model_at_end": True}
+    trainer = start(tmp_path, "on_train_end", **changes)
+    with pytest.raises(RuntimeError, match=r"^a wire is loose$"):
+        trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert not [text for text in caplog.messages if text.startswith("an error ends the training")]
+
+
+def test_a_last_step_that_the_limit_has_removed_is_saved_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start(tmp_path, "on_train_end", **BEST, save_total_limit=1)
+    said = fail(trainer, caplog)
+    assert trainer.state.best_global_step == 2
+    assert f"step 6 is saved in {tmp_path / 'checkpoint-6'}" in said
+    assert {each.name for each in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6"}
+
+
+def test_what_is_saved_after_an_error_is_not_pushed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = start(tmp_path, "on_step_begin")
+    pushed: list[str] = []
+    monkeypatch.setattr(type(trainer), "_push_from_checkpoint", lambda _, path: pushed.append(path))
+    trainer.args.push_to_hub = True
+    assert "step 3 is saved in" in fail(trainer, caplog)
+    assert pushed == []
+    trainer._save_checkpoint(trainer.model, trial=None)
+    assert pushed == [str(tmp_path / "checkpoint-3")]
+
+
+class Counter(TrainerCallback, ExportableState):
+    """Counts the steps that begin."""
+
+    count = 0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+def test_what_callbacks_have_counted_in_the_failed_step_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start(tmp_path, "on_step_begin")
+    trainer.callback_handler.callbacks.insert(0, counter := Counter())
+    fail(trainer, caplog)
+    assert counter.count == 4
+    saved = json.loads((tmp_path / "checkpoint-3/trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["Counter"]["attributes"] == {"count": 3}
+    assert counter.state()["attributes"] == {"count": 4}
 
 
 def test_a_torn_state_is_not_saved(

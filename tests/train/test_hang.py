@@ -46,6 +46,8 @@ def test_copy_that_hangs_ends_the_run_and_its_last_step_is_saved(tmp_path: Path)
     assert f"{tmp_path}/run/stacks.txt says where each thread stands" in text
     assert f"Step 4 is saved in {checkpoint}, and the same command goes on from there" in text
     assert text in done.stderr
+    saves = r"step 4 is saved before the run ends: step 5 \(\d+ of \d+ passes of layers\) hangs\n"
+    assert re.search(saves, done.stderr)
     train(config_of(tmp_path, "run", hang_after=None))
     train(config_of(tmp_path, "whole", hang_after=None))
     assert_same_runs(tmp_path / "run", tmp_path / "whole")
@@ -59,6 +61,8 @@ def test_an_evaluation_that_hangs_ends_the_run_and_the_step_before_it_is_saved(t
     text = last_error(tmp_path)["text"]
     assert text.startswith("the evaluation after step 3 has made no progress for 0m 02s (train.hang_after): ")
     assert f"Step 3 is saved in {checkpoint}, and the same command goes on from there" in text
+    saves = "step 3 is saved before the run ends: the evaluation after step 3 hangs\n"
+    assert saves in done.stderr
     saved = verify(checkpoint).meta
     train(config_of(tmp_path, "run", hang_after=None))
     train(config_of(tmp_path, "whole", hang_after=None, checkpoint={"every": 3, "keep_last": None}))

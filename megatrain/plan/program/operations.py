@@ -143,7 +143,11 @@ class Operation(_Known):
     ends_round: ClassVar[bool] = False
     """For an outer block, it waits until the round's backward is over."""
     gathers: ClassVar[bool] = False
-    """All ranks do it together, or none."""
+    """It makes weights whole of which each rank has brought a piece."""
+    meets: ClassVar[bool] = False
+    """All ranks do it together, and each waits there for the others."""
+    brings_weights: ClassVar[bool] = False
+    """It brings weights nearer to the device, on this rank alone."""
     is_fixed: ClassVar[bool] = True
     """What is enqueued is what the program says; False: the kind has a `begin`, which has to be asked."""
     changes: ClassVar[str] = ""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatrain.errors import ModelError
@@ -36,6 +37,7 @@ from megatrain.stream.execute.compute_work import ComputeWork
 from megatrain.stream.execute.foresight import Foresight
 from megatrain.stream.execute.gradient_buffers import Home
 from megatrain.stream.execute.parts import EngineParts, OptimizerWork
+from megatrain.stream.ranks.given_up import GivenUp
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class Executor:
         self._ring = 0
         self._forget_weights()
         self._surprised = False
+        self._keeps_order = False
+        """What ranks do together has been issued in the order of the step up to the next visit."""
         self.open_visit: BlockVisit | None = None
         self.is_rounded = False
         """Gradients are rounded when the round ends that is going on."""
@@ -146,6 +150,7 @@ class Executor:
             gathers=of_all,
         )
         self.seen = []
+        self._keeps_order = of_all
 
     def _at_once(self) -> AtOnce | None:
         """Return the way of gradients to updates that follow at once; None: none do."""
@@ -170,6 +175,8 @@ class Executor:
         assert self.open_visit is None, f"block {visit.block} entered while {self.open_visit} is open"
         if self.integrity.cause is not None:
             self.integrity.check()
+        if self.gradients.shared.ranks.have_given_up:
+            raise GivenUp
         if self._is_between:
             self._end_between()
         operation = self._foresight.next
@@ -315,21 +322,39 @@ class Executor:
         sizes = self.spec.sizes
         self._weights.forget(block for block in self.spec.outer if not sizes[block].updates_on_device)
 
+    @property
+    def can_go_through(self) -> bool:
+        """Whether `go_through` can do what is left of the step."""
+        return self._keeps_order and not (self.integrity.has_failed or self.is_immediate)
+
+    def go_through(self) -> None:
+        """Do what is left of a step that ranks do together, with whatever values, so that nobody waits.
+
+        Gradients, and what the device holds of weights, are of no use then: `abandon` follows.
+        """
+        self._leave_visit()
+        with torch.no_grad():
+            self.run(self._foresight.left_together())
+
     def abandon(self, error: BaseException | None = None) -> None:
         """Drop an unfinished round after an exception."""
         if self.integrity.has_failed:
             self.states.doubt()
         self.integrity.drop(error)
+        self._leave_visit()
+        self._foresight.forget()
+        self._activations.clear()
+        self._weights.empty()  # a copy may be what failed
+        self._forget_weights()
+
+    def _leave_visit(self) -> None:
+        """End what compute was at."""
         self._outer_work()
         self._end_between()
         if self.open_visit is not None:
             self.lanes.end(Lane.COMPUTE, reads=self.open_visit.operation.reads)
         self.open_visit = None
         self._pinned.clear()
-        self._foresight.forget()
-        self._activations.clear()
-        self._weights.empty()  # a copy may be what failed
-        self._forget_weights()
 
     # -- operations -----------------------------------------------------------------------------------------
 
@@ -445,5 +470,7 @@ class Executor:
 
     def _advance(self, *, ends_round: bool = False) -> None:
         """Issue the copies before the next visit of a layer; work on outer blocks needs none of its own."""
+        keeps_order, self._keeps_order = self._keeps_order, False
         for operation in self._foresight.before_visit(self.spec.outer, ends_round=ends_round):
             self.issue(operation)
+        self._keeps_order = keeps_order

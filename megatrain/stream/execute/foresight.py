@@ -74,6 +74,12 @@ class Foresight:
         self.next = cast(BlockPass, pending[0]) if pending and pending[0].is_visit else None
         return operation
 
+    def left_together(self) -> list[Operation]:
+        """Take all that is left; return what of it ranks do together, with what brings the weights for it."""
+        gathers, pending = self.gathers, list(self._pending)
+        self.forget()
+        return [each for each in pending if each.meets or (gathers and each.brings_weights)]
+
     def before_visit(self, outer: Collection[int], *, ends_round: bool = False) -> list[Operation]:
         """Take what comes before the next visit of a layer, but for work on `outer` blocks.
 

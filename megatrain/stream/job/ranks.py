@@ -17,6 +17,19 @@ class Ranks(StateRanks, Protocol):
     gathers: bool
     """Each fetches a piece of every block's weights, and those of a node gather them."""
 
+    @property
+    def have_given_up(self) -> bool:
+        """Whether a rank is known to have given up the step that is going on."""
+
+    def begin_step(self) -> None:
+        """Take note that a step begins, which a rank may give up."""
+
+    def end_step(self) -> None:
+        """Take note that it is over for this rank."""
+
+    def give_up(self) -> None:
+        """Let the others know at once that this rank gives up the step; no other rank need call it."""
+
     def exchange(self, mine: Tensor, counts: Sequence[int], lane: str, parts: Tensor) -> Tensor:
         """Send `counts[n]` elements to the n-th of a lane's group; return (group, own count) parts of all."""
 

@@ -79,6 +79,30 @@ def _saved(run: Run, directory: RunDirectory, error: Exception) -> str:
     return save_whole(run, directory, run.whole_meta, run.write, first_line(error))
 
 
+def held(run: Run) -> tuple[int, str]:
+    """Let the state change no more, for ever; return how many of the engine's steps RAM holds.
+
+    Nobody is waited for, since a lane or the device may hang.
+
+    Returns:
+        The steps, and why their state cannot be saved from RAM; empty: it can.
+    """
+    arrangement = run.engine.arrangement
+    num_held = arrangement.integrity.stop()
+    if run.engine.choice.updates == Updates.IMMEDIATE.value:
+        return 0, "with optim.updates=immediate nothing is saved"
+    if num_held is None:
+        return 0, "an update hangs in the middle, so nothing is saved"
+    if arrangement.executor.states.has_newer:
+        return 0, "its state is newer on the device than in RAM, so nothing is saved"
+    if run.engine.host.on_device.held:
+        return 0, NOT_IN_RAM
+    return num_held, ""
+
+
+NOT_IN_RAM = "not all of its state is in RAM, so nothing is saved"
+
+
 def not_saved(why: str, run: Run, directory: RunDirectory) -> str:
     """Say why nothing is saved, and from where the same command goes on."""
     return f"{why}: {_goes_on(newest_point(run, directory))}"

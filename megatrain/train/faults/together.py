@@ -11,18 +11,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.config.choice import Updates
 from megatrain.distributed.cells import shared_cells
 from megatrain.distributed.processes import status_of
 from megatrain.errors import RankError, first_line
-from megatrain.train.faults.rescue import TOLD, not_saved, save_whole
+from megatrain.train.faults.rescue import NOT_IN_RAM, TOLD, held, not_saved, save_whole
 from megatrain.train.out_of_memory import let_go
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.run import Run
@@ -105,24 +105,8 @@ def saved_together(run: Run, directory: RunDirectory, ending: Ending, error: Exc
         let_go(error)
         with suppress(Exception):  # what has failed is known
             run.engine.settle()
-        num_held, held = _held(run)
-        ending.post(_NONE if isinstance(error, TOLD) else held)
-        if run.ranks.rank > 0:
-            return ending.said()
-        said = ""
-        try:
-            step, are_all = ending.agreed()
-            if isinstance(error, TOLD):
-                pass
-            elif step is not None:
-                said = save_whole(
-                    run, directory, partial(run.meta_of, num_held), run.write, first_line(error)
-                )
-            elif are_all:
-                said = not_saved("no step is whole on all ranks, so nothing is saved", run, directory)
-        finally:
-            ending.finish(said)
-        return said
+        writes = None if isinstance(error, TOLD) else lambda: run.write
+        return _saved(run, directory, ending, first_line(error), writes)
 
 
 @contextmanager
@@ -142,40 +126,55 @@ def _end_late(run: Run, directory: RunDirectory, saves: Saves, ending: Ending) -
     """Do what `saved_together` does, for a run whose thread hangs or is busy; None: that one does it."""
     if not ending.claim():
         return None
-    rank, said = run.ranks.rank, ""
     with suppress(Exception):
-        directory.write_stacks(rank)
-    num_held, held = 0, _NONE
-    with suppress(Exception):
-        num_held, held = _held(run)
-    ending.post(held)
-    if rank > 0:
+        directory.write_stacks(run.ranks.rank)
+    return _saved(run, directory, ending, "a rank is missing", saves.writes_at_rest)
+
+
+def _saved(
+    run: Run,
+    directory: RunDirectory,
+    ending: Ending,
+    reason: str,
+    writes: Callable[[], Callable[[Path], None] | None] | None,
+) -> str:
+    """Agree with the other ranks on the step that all hold; the first one saves it, and all say so.
+
+    Args:
+        run: The run, of which nothing changes any more.
+        directory: Its directory.
+        ending: What ranks tell each other.
+        reason: Why the run ends.
+        writes: The function that returns what writes the files of the checkpoint, or None where RAM does not
+            have all of them. None: this rank's error says itself what is saved, and nothing is here.
+
+    Returns:
+        What is saved, or from where the same command goes on; empty: nobody knows, or an error says it.
+    """
+    num_held, step = 0, _NONE
+    with suppress(Exception):  # the others wait
+        num_held, why = held(run)
+        meta = None if why or writes is None else run.meta_of(num_held)
+        step = _NONE if meta is None else int(meta["step"])
+    ending.post(step)
+    if run.ranks.rank > 0:
         return ending.said()
+    said = ""
     try:
-        step, _ = ending.agreed()
-        write = None if step is None else saves.writes_at_rest()
-        if write is not None:
-            said = save_whole(run, directory, partial(run.meta_of, num_held), write, "a rank is missing")
+        agreed, are_all = ending.agreed()
+        if writes is not None and are_all:
+            write = writes()
+            if agreed is None:
+                said = not_saved("no step is whole on all ranks, so nothing is saved", run, directory)
+            elif write is None:
+                said = not_saved(NOT_IN_RAM, run, directory)
+            else:
+                said = save_whole(run, directory, partial(run.meta_of, num_held), write, reason)
     except Exception as error:
         _log.error("the last step of all ranks could not be saved: %s", error)
     finally:
         ending.finish(said)
     return said
-
-
-def _held(run: Run) -> tuple[int, int]:
-    """Let the state of this rank change no more; return how many of the engine's steps it holds, and which.
-
-    The latter is `_NONE` where it is not whole, or not all of it is in RAM.
-    """
-    arrangement = run.engine.arrangement
-    num_held = arrangement.integrity.stop()
-    if num_held is None or run.engine.choice.updates == Updates.IMMEDIATE.value:
-        return 0, _NONE
-    if arrangement.executor.states.has_newer or run.engine.host.on_device.held:
-        return 0, _NONE
-    meta = run.meta_of(num_held)
-    return num_held, _NONE if meta is None else int(meta["step"])
 
 
 def _lives(process: int) -> bool:

@@ -197,6 +197,23 @@ def two_watches(late_s: float = 0.0) -> Iterator[list[Watch]]:
 _TIMEOUT_S = 1.0
 
 
+def test_a_step_that_a_rank_gives_up_is_known_to_the_others_as_long_as_they_are_at_it() -> None:
+    with two_watches() as (first, second):
+        for watch in (first, second):
+            watch.begin_step()
+        assert not second.has_given_up
+        first.give_up()
+        assert first.has_given_up
+        until = time.monotonic() + 60
+        while not second.has_given_up and time.monotonic() < until:
+            time.sleep(0.01)
+        assert second.has_given_up
+        second.end_step()  # an evaluation may follow
+        assert not second.has_given_up
+        second.begin_step()
+        assert not second.has_given_up
+
+
 def wait_for(watch: Watch, seconds: float) -> None:
     """Wait in a meeting to which nobody comes."""
     with watch.waiting("caller"):

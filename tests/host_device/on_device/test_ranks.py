@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.processes import run_ranks
-from tests.host_device.on_device.ranks_on_device import train_on_device
+from tests.host_device.on_device.ranks_on_device import train_on_a_full_device, train_on_device
 
 SETTINGS: list[dict[str, Any]] = [
     {"gathers": True},
@@ -39,3 +39,21 @@ def test_ranks_have_the_bits_of_one_device(tmp_path: Path, settings: dict[str, A
 def test_two_ranks_whose_devices_order_all_have_the_bits_of_one(tmp_path: Path) -> None:
     """They gather weights, exchange gradients, and share new weights of resident layers."""
     assert_same_bits(tmp_path, (2,), nccl=True, gathers=True, resident_layers=2)
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("after", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "settings", [SETTINGS[0], {**SETTINGS[2], "precision": "bf16"}, SETTINGS[3]], ids=str
+)
+def test_ranks_give_up_a_step_that_one_device_has_no_room_for(
+    tmp_path: Path, settings: dict[str, Any], after: float, nccl: bool
+) -> None:
+    """The others' devices wait in exchanges by then, which no thread can end."""
+    settings = {"lockstep": 4, "num_micro_batches": 8, **settings}
+    alone = run_ranks(tmp_path / "1", 1, train_on_device, **settings)[0]
+    for fails in range(2):
+        how: dict[str, Any] = {"nccl": nccl, "fails": fails, "after": after}
+        found = run_ranks(tmp_path / f"2-{fails}", 2, train_on_a_full_device, **how, **settings)
+        assert found == [[int(rank == fails), 1, alone] for rank in range(2)]

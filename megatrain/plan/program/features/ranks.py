@@ -32,7 +32,7 @@ class ExchangeSums(Operation):
     """The places in the stack of partial sums that join what it makes, which takes the place of the first."""
 
     label, lane, moves, rate = "exchange", Lane.EXCHANGE, "exchanged_bytes", "exchange_s"
-    ends_round = True
+    ends_round = meets = True
 
     def touches(self) -> Touched:
         """Say that it reads this rank's sum, and writes its share of all ranks' sum in that place."""
@@ -60,7 +60,7 @@ class Spread(Operation):
     """Host buffer through which state on drives passes; -1: the state is in RAM."""
 
     label, lane, moves, rate = "spread", Lane.SPREAD, "spread_bytes", "network_s"
-    joins_update = True
+    joins_update = meets = True
 
     def touches(self) -> Touched:
         """Say that it reads this rank's share and writes the whole."""
@@ -81,6 +81,7 @@ class SpreadOnDevice(Operation):
     """Bring what each rank has updated of a resident block to all others."""
 
     label, lane, moves, rate = "spread", Lane.GATHER, "spread_bytes", "give_s"
+    meets = True
 
     def touches(self) -> Touched:
         """Say that it reads this rank's share of the weights and writes the whole."""

@@ -24,6 +24,7 @@ class Fetch(Operation):
     """It copies a rank's piece of the weights, and a gather follows."""
 
     label, lane, moves = "fetch", Lane.FETCH, "fetch_bytes"
+    brings_weights = True
 
     def touches(self) -> Touched:
         """Say that it reads the weights in RAM, or a page, and writes the block's place on the device."""
@@ -56,7 +57,7 @@ class Gather(Operation):
     """Slot of a streamed block; -1: it is resident."""
 
     label, lane, moves, rate = "gather", Lane.GATHER, "gathered_bytes", "gather_s"
-    gathers = True
+    gathers = meets = True
 
     def touches(self) -> Touched:
         """Say that it reads and writes the block's place, where pieces become the whole."""
@@ -75,6 +76,7 @@ class Page(Operation):
     page: int
 
     label, lane, moves, rate = "page", Lane.PAGE, "drive_read_bytes", "read_s"
+    brings_weights = True
 
     def touches(self) -> Touched:
         """Say that it reads the block's image and writes a host buffer."""
