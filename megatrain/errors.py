@@ -243,9 +243,14 @@ def os_error_behind(error: BaseException, path: str | os.PathLike[str]) -> OSErr
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error says that a disk is full, or that the user has all of it that is allowed."""
+    """Return whether an error says that a disk is full, or that the user has all of it that is allowed.
+
+    That of another process comes in its words alone.
+    """
     found = os_error_of(error)
-    return found is not None and found.errno in (errno.ENOSPC, errno.EDQUOT)
+    if found is not None:
+        return found.errno in (errno.ENOSPC, errno.EDQUOT)
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def os_sentence(action: str, path: object, error: OSError) -> str:
