@@ -295,5 +295,8 @@ def main(root: Path, number: int, seed: int, steps: int, where: str, how: str, s
 if __name__ == "__main__":
     with searched_for_a_moment():
         if sys.argv[1] == "be":
-            sys.exit(be(Path(sys.argv[2]), *sys.argv[3:5], *map(int, sys.argv[5:8])))
-        main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *sys.argv[5:])
+            _, _, place, name, tier, *numbers = sys.argv
+            total, own_rank, own_start = map(int, numbers)
+            sys.exit(be(Path(place), name, tier, total, own_rank, own_start))
+        strikes_to_do, its_seed, total = map(int, sys.argv[2:5])
+        main(Path(sys.argv[1]), strikes_to_do, its_seed, total, *sys.argv[5:])

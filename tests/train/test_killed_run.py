@@ -94,8 +94,8 @@ def test_run_killed_at_a_call_decides_and_ends_as_if_nothing_had_been(
 @pytest.mark.parametrize(
     ("where", "how", "number", "steps", "start"),
     [
-        ("ram", "kill", 2, 6, "fork"),
-        ("ranks", "signals", 1, 4, "fork"),
+        ("drives", "kill", 2, 8, "fork"),
+        ("ranks", "signals", 1, 8, "fork"),
         *(
             pytest.param(*case, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
             for case in (
@@ -115,7 +115,7 @@ def test_every_run_that_is_struck_once_has_the_bits_of_one_that_is_not(
     tmp_path: Path, where: str, how: str, number: int, steps: int, start: str
 ) -> None:
     """At random moments of its life, by kill -9 or a signal: rows, last checkpoint, its record, and model."""
-    sizes = map(str, (number, 1, steps))
+    sizes = map(str, (number, 6, steps))
     done = run_module("tests.train.struck_run", tmp_path, *sizes, where, how, start, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr[-5000:]
     met = json.loads(done.stdout.splitlines()[-1])
