@@ -215,8 +215,7 @@ class Strikes:
 
     def _check_kill(self, out: str, codes: list[int], are_struck: list[bool]) -> None:
         """Assert that ranks that were not killed have ended by themselves, and note what the kill has met."""
-        run = self._root / out / "run"
-        done = {0} if (run / "hf").exists() else set()
+        run, done = self._root / out / "run", self._ends_of_done(out)
         for code, is_struck in zip(codes, are_struck, strict=True):
             allowed = {-signal.SIGKILL} if is_struck else ENDED_BY_OTHERS | done
             assert code in allowed, (codes, are_struck, self.said(out))
@@ -226,6 +225,11 @@ class Strikes:
         self.met["before the first step"] += not (run / "metrics.jsonl").exists()
         self.met["in the export"] += (run / ".hf-partial").exists()
 
+    def _ends_of_done(self, out: str) -> set[int]:
+        """Return the end of a rank that has nothing left to do: the first one exports by itself."""
+        last = self._root / out / f"run/checkpoints/step-{self._steps:08d}"
+        return {0} if last.exists() else set()
+
     def _check_stop(self, out: str, kind: signal.Signals, codes: list[int]) -> None:
         """Assert that a run that was asked to stop has saved its last step, and has nothing half-written."""
         place = self._root / out
@@ -233,7 +237,7 @@ class Strikes:
         if first != STOPPED:
             at_once = {130 if kind == signal.SIGINT else -kind}
             if len(codes) > 1:
-                at_once |= ENDED_BY_OTHERS | ({0} if (run / "hf").exists() else set())
+                at_once |= ENDED_BY_OTHERS | self._ends_of_done(out)
             assert set(codes) <= at_once, (kind, codes, self.said(out))
             assert not (place / "heard").exists() or (place / "over").exists(), (kind, self.said(out))
             self.met["before its steps, or after"] += 1
