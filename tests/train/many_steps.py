@@ -1,6 +1,7 @@
 """Trains the tiniest model for many steps: `python -m tests.train.many_steps ROOT STEPS`.
 
-It saves in the background every 100 steps, evaluates and writes a text every 500, and watches its memory.
+It saves in the background every 100 steps, evaluates and writes a text every 500 (or thrice, in a short run),
+and watches its memory.
 `notes.txt` has a line after every 25th step at which no save is under way: the step, seconds, open
 descriptors, threads, and the resident bytes that no file has.
 """
@@ -66,7 +67,12 @@ def main(root: Path, steps: int) -> None:
         root,
         train={"steps": steps, "micro_batch_size": 1, "grad_accumulation": 1},
         data={"seq_len": 16, "val_size": 0.01},
-        eval={"every": EVALUATE_EVERY, "batches": 2, "prompts": ["one small"], "max_new_tokens": 2},
+        eval={
+            "every": min(EVALUATE_EVERY, steps // 3),
+            "batches": 2,
+            "prompts": ["one small"],
+            "max_new_tokens": 2,
+        },
         optim={"lr": 1e-4},
         memory={"watch": 0.5},
         checkpoint={"every": SAVE_EVERY, "background": True},
