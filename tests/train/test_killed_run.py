@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.forks import run_module
 from tests.train.test_loop import assert_same_runs, rows_of, state_of
 
 LIMIT_S = 3500
-"""Of a run of `make parity`, a little less than what its test is given."""
+"""Of a run of `make parity` or `make soak`, a little less than what its test is given."""
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,38 @@ def test_run_killed_at_a_call_decides_and_ends_as_if_nothing_had_been(
     done = run_module("tests.train.killed_calls", tmp_path, str(number), "1", kind, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{number} of" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "number", "steps", "start"),
+    [
+        ("drives", "kill", 2, 8, "fork"),
+        ("ranks", "signals", 1, 8, "fork"),
+        *(
+            pytest.param(*case, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+            for case in (
+                ("ram", "kill", 200, 12, "fork"),
+                ("drives", "kill", 200, 12, "fork"),
+                ("ranks", "kill", 200, 12, "fork"),
+                ("ram", "signals", 100, 12, "fork"),
+                ("drives", "signals", 100, 12, "fork"),
+                ("ranks", "signals", 100, 12, "fork"),
+                ("ram", "kill", 10, 12, "fresh"),
+                ("ranks", "kill", 5, 12, "fresh"),
+            )
+        ),
+    ],
+)
+def test_every_run_that_is_struck_once_has_the_bits_of_one_that_is_not(
+    tmp_path: Path, where: str, how: str, number: int, steps: int, start: str
+) -> None:
+    """At random moments of its life, by kill -9 or a signal: rows, last checkpoint, its record, and model."""
+    sizes = map(str, (number, 6, steps))
+    done = run_module("tests.train.struck_run", tmp_path, *sizes, where, how, start, limit_s=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-5000:]
+    met = json.loads(done.stdout.splitlines()[-1])
+    print(number, where, how, start, met)
+    assert met["strikes"] == number
+    early = met.get("before the ranks meet", 0) + met.get("before the first step", 0)
+    stopped = sum(count for what, count in met.items() if what.startswith("stopped"))
+    assert number < 100 or (number - early if how == "kill" else stopped) >= number // 5, met
