@@ -237,13 +237,21 @@ class Run:
     def _settings(self) -> dict[str, Any]:
         return {"config": shareable(self.config.model_dump(mode="json"))}
 
-    def write(self, directory: Path) -> None:
-        """Write the tensors and the files of a checkpoint: the model, or its adapters alone."""
+    def write(self, directory: Path, read: set[int] | None = None) -> None:
+        """Write the tensors and the files of a checkpoint: the model, or its adapters alone.
+
+        Args:
+            directory: The directory of the checkpoint.
+            read: As of `write_state`.
+
+        Raises:
+            OutputError: The directory cannot be written.
+        """
         if has_adapters(self.engine.model):
             write_adapter(self.engine, self.tokenizer, directory, base=base_of(self.config))
         else:
             write_model(self.engine, self.tokenizer, directory, processor=self.processor)
-        write_state(self.engine, directory)
+        write_state(self.engine, directory, read)
 
     def restore_position(self, meta: Mapping[str, Any]) -> None:
         """Continue where a checkpoint or a commit was made; the engine has all of its state already.

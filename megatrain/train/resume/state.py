@@ -100,11 +100,22 @@ def write_model(
         write_bytes_durably(out / name, content)
 
 
-def write_state(engine: Engine, out: Path) -> None:
-    """Write remainders and moments, one file per block with trained parameters."""
+def write_state(engine: Engine, out: Path, read: set[int] | None = None) -> None:
+    """Write remainders and moments, one file per block with trained parameters.
+
+    Args:
+        engine: The engine of the model.
+        out: The directory of the checkpoint.
+        read: Gets the number of each block that is read, or begun to be: others lend their part of these.
+
+    Raises:
+        OutputError: A file cannot be written.
+    """
     engine.settle()
     make_private_directory(out / STATE_DIRECTORY)
     for number in trained_blocks(engine.host):
+        if read is not None:
+            read.add(number)
         with engine.host.borrow(number) as block:
             sources = [
                 TensorSource(
@@ -119,12 +130,16 @@ def write_state(engine: Engine, out: Path) -> None:
                 write_safetensors(out / state_file(number), sources)
 
 
-def lend_state(engine: Engine) -> None:
-    """Lend the state of this rank and its node to the first rank of all, which calls `write_state`."""
+def lend_state(engine: Engine, but: Collection[int] = ()) -> None:
+    """Lend the state of this rank and its node to the first rank of all, which calls `write_state`.
+
+    That one calls this too if its write has failed, for the blocks `but` those that it has read.
+    """
     engine.settle()
     for number in trained_blocks(engine.host):
-        with engine.host.borrow(number):
-            pass
+        if number not in but:
+            with engine.host.borrow(number):
+                pass
 
 
 def lend_away(engine: Engine, but: Collection[int] = ()) -> None:

@@ -265,6 +265,7 @@ class Saves:
         begun = self._start()
         meta = run.meta()
         path, error = None, None
+        read: set[int] = set()
         with run.moving(f"saving step {run.step}"), run.watched(_save_of(run.step), moves=True):
             if run.ranks.rank == 0:
                 try:
@@ -272,7 +273,7 @@ class Saves:
                         path = save(
                             self._directory.checkpoints,
                             step=run.step,
-                            write=run.write,
+                            write=partial(run.write, read=read),
                             meta=meta,
                             keep_last=self._keep_last,
                             keep_too=self._keep_too,
@@ -284,9 +285,12 @@ class Saves:
                     _log.warning("%s", left)
                 except OutputError as failed:
                     error = failed
+                    if run.engine.host.is_read_by_all:  # the others lend all, and learn of it then
+                        lend_state(run.engine, but=read)
             elif run.engine.host.is_read_by_all:
                 lend_state(run.engine)
-            saved, reason = run.ranks.tell((None if path is None else str(path), str(error)))
+        # not inside `moving`: whoever waits here moves, and would keep one for ever that waits elsewhere
+        saved, reason = run.ranks.tell((None if path is None else str(path), str(error)))
         if saved is None:
             error = error or OutputError(reason)
             self._failed(begun, error)
