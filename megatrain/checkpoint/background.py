@@ -91,6 +91,11 @@ class ChunkWriter:
         """The chunks that are still to be written; any thread may ask."""
         return self._num_open
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether `wait` would return at once, or raise, but for writes that are in the middle."""
+        return self._error is not None or not self._num_open
+
     def begin(
         self,
         directory: Path,

@@ -59,6 +59,7 @@ def save_run(
     waits: bool = True,
     holds: bool = True,
     full: int = 0,
+    full_on: int | None = None,
     cut: int = CUT_NUMEL,
     **sections: Any,
 ) -> list[list[str]]:
@@ -73,6 +74,7 @@ def save_run(
         holds: Whether the disk writes nothing before step 3 has ended.
         full: The step at whose end the disk has no room, until the next one ends; 0: none. A save that the
             run waits for has room for the state of its first block.
+        full_on: The rank whose disk that is; None: that of all.
         cut: The elements between the places where state may be cut among ranks.
         sections: The settings beside.
     """
@@ -84,7 +86,7 @@ def save_run(
     def stepped(run: Any) -> Any:
         row = take(run)
         seen.append([path.name for path in find(Path(root, out, "checkpoints"))])
-        disk.is_full = run.step == full
+        disk.is_full = run.step == full and full_on in (None, run.ranks.rank)
         if run.step == 3:
             disk.writes.set()
         return row
