@@ -29,8 +29,8 @@ MANIFEST_BYTES_MAX = 64 * 2**20
 """A larger manifest is refused before it is read; 1.4 TB in chunks of 64 MiB needs one of about 1 MB."""
 
 _MOST_DEPTH = 100
-"""Lists and mappings inside each other in a manifest; what a run writes has some ten. Python's own limit counts
-its frames, and a function that walks what one could just parse would fail."""
+"""Lists and mappings inside each other in a manifest; what a run writes has some ten. Python's own limit
+counts its frames, and a function that walks what one could just parse would fail."""
 
 _STEP = re.compile(r"step-([0-9]{8,})(?:-([0-9]+))?")
 _LEFTOVER = re.compile(r"\.(?:tmp|trash)-step-[0-9]{8,}(?:-[0-9]+)?-[0-9a-f]{8}")

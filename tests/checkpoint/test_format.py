@@ -107,7 +107,7 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_meta_that_is_just_not_too_deep_to_parse_is_refused() -> None:
-    """Python's limit counts frames: 600 deep is parsed, and a function that walks it fails at half of that."""
+    """Python's limit counts frames: 600 deep is parsed, and a function that walks it may fail."""
     for depth, is_taken in ((98, True), (99, False), (600, False)):
         meta = {"deep": json.loads("[" * depth + "1" + "]" * depth)}
         data = format.encode_manifest(format.Manifest(step=1, meta=meta, files=(), chunk_bytes=1))
