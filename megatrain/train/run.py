@@ -488,11 +488,14 @@ def _read_state(
     """Read the state of a checkpoint, whose working weights the engine has already; all ranks call it.
 
     Raises:
-        DamagedError: Something of the checkpoint, read or not, is not what its manifest says.
+        DamagedError: Something of the checkpoint is not what its manifest says: of what a node after the
+            first has read, or of all.
         CheckpointError: The checkpoint does not belong to this model.
     """
     read_state(engine.host, checkpoint, reads=ranks.local_rank == 0, reader=reader)
-    if reader is not None:
+    if reader is not None and ranks.rank == 0:
         reader.finish()
+    elif reader is not None:
+        reader.compare_headers()  # the first rank has compared the rest, which this node does not read
     engine.weights_changed()
     ranks.meet("orders")

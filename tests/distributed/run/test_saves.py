@@ -60,6 +60,7 @@ def save_run(
     holds: bool = True,
     full: int = 0,
     full_on: int | None = None,
+    counts: files.FileCalls | None = None,
     cut: int = CUT_NUMEL,
     **sections: Any,
 ) -> list[list[str]]:
@@ -75,6 +76,7 @@ def save_run(
         full: The step at whose end the disk has no room, until the next one ends; 0: none. A save that the
             run waits for has room for the state of its first block.
         full_on: The rank whose disk that is; None: that of all.
+        counts: The system whose calls are used, in the place of this disk; None: this disk's.
         cut: The elements between the places where state may be cut among ranks.
         sections: The settings beside.
     """
@@ -95,7 +97,7 @@ def save_run(
     with (
         cut_at(cut),
         patch.object(format, "CHUNK_BYTES", 4096),
-        patch.object(files, "system", disk),
+        patch.object(files, "system", counts or disk),
         patch.object(loop, "train_step", stepped),
         patch.object(Uncopied, "wait", Uncopied.wait if waits else lambda *_: None),
     ):

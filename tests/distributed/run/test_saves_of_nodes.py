@@ -18,7 +18,7 @@ import torch
 from megatrain import files
 from megatrain.checkpoint import format
 from megatrain.checkpoint.load import find, verify
-from megatrain.errors import RankError
+from megatrain.errors import CheckpointError, RankError
 from megatrain.train import loop
 from tests.distributed.cases import cut_at
 from tests.distributed.crew import Crew
@@ -234,3 +234,73 @@ def test_nodes_without_a_directory_in_common_stop_for_a_save(saved: Path, pair: 
     assert said_by_other == []
     assert not (tmp_path / "node-1/run").exists()
     assert_same_checkpoints(tmp_path / "node-0/run", saved / "plain")
+
+
+class Reads(files.FileCalls):
+    """Count the bytes that are read of a checkpoint, of its state and of its weights."""
+
+    def __init__(self) -> None:
+        self.num_bytes = {"state": 0, "weights": 0}
+
+    def read_into(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        count = super().read_into(descriptor, buffer, offset)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if "checkpoints" in path.parts and path.suffix == ".safetensors":
+            self.num_bytes["state" if path.parent.name == "state" else "weights"] += count
+        return count
+
+
+def resume_and_count(ranks: Any, *, root: str, out: str) -> dict[str, int]:
+    """Go on from the newest checkpoint; return how many bytes were read of it before the first step."""
+    reads, take = Reads(), loop.train_step
+    found: dict[str, int] = {}
+
+    def stepped(run: Any) -> Any:
+        found.update(reads.num_bytes if not found else {})
+        return take(run)
+
+    with patch.object(loop, "train_step", stepped):
+        save_run(ranks, root=root, out=out, cut=CUT, holds=False, counts=reads, **QUICK)
+    return found
+
+
+def test_a_node_reads_its_part_of_the_state_once(saved: Path, pair: Crew, tmp_path: Path) -> None:
+    """The first one compares all files before it loads them; the others what they read, as they read it."""
+    before = saved / "own/checkpoints/step-00000004"
+    shutil.copytree(before, saved / tmp_path.name / "checkpoints" / before.name)
+    sizes = {"state": 0, "weights": 0}
+    own = 0
+    for file in before.rglob("*.safetensors"):
+        sizes["state" if file.parent.name == "state" else "weights"] += file.stat().st_size
+        own += file.stat().st_size if "-node-1" in file.name else 0
+    first, second = pair.run(resume_and_count, root=str(saved), out=tmp_path.name)
+    headers = 4096 * len(list((before / "state").iterdir()))
+    assert own <= second["state"] <= own + headers + 4096 * 12
+    assert sizes["weights"] <= second["weights"] <= sizes["weights"] + 4096 * 4
+    assert first["weights"] == sizes["weights"], "they are loaded from a mapping then"
+    assert first["state"] >= 2 * sizes["state"] - own
+
+
+def resume_apart(ranks: Any, *, root: str) -> None:
+    """Go on in a directory that each node has for itself."""
+    os.chdir(Path(root, f"node-{ranks.node}"))
+    save_run(ranks, root=".", out="run", cut=CUT, holds=False, **QUICK)
+
+
+@pytest.mark.parity
+def test_damage_in_what_a_node_reads_ends_all_in_a_sentence(saved: Path, tmp_path: Path) -> None:
+    for node in range(2):
+        there = tmp_path / f"node-{node}"
+        shutil.copytree(saved / "own/checkpoints/step-00000004", there / "run/checkpoints/step-00000004")
+        shutil.copytree(saved / "model", there / "model")
+        shutil.copy(saved / "corpus.txt", there / "corpus.txt")
+    file = tmp_path / "node-1/run/checkpoints/step-00000004/state/block-00001-node-1.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[5000] ^= 1
+    file.write_bytes(damaged)
+    codes = exit_codes(tmp_path / "ranks", 2, resume_apart, num_nodes=2, root=str(tmp_path))
+    assert codes == [RankError.exit_code, CheckpointError.exit_code]
+    said = (tmp_path / "ranks/errors").read_text()
+    assert "Traceback" not in said
+    assert "rank 1: node 1: checkpoint " in said
+    assert "state/block-00001-node-1.safetensors has wrong contents between bytes 4096 and 8192" in said
