@@ -96,9 +96,9 @@ class Saves:
         settings = run.config.checkpoint
         self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch, wear_s=_wear_interval(run))
         ranks, host = run.ranks, run.engine.host
-        self._is_background = is_behind(run.config)
+        self._is_background = is_behind(run.config, run.engine.choice, ranks.num_nodes)
         if self._is_background and host.is_parted:
-            self._is_background = not host.on_device.blocks and is_shared(directory.checkpoints, ranks)
+            self._is_background = is_shared(directory.checkpoints, ranks)
         self._uncopied: Uncopied | None = None
         if self._is_background and ranks.local_size > 1:
             num_blocks = len(host.layouts)
