@@ -71,6 +71,8 @@ class Wanted:
     """Steps to keep beside these, however old."""
     others: OtherWriters | None = None
     """Other processes that write files of it; None: there are none."""
+    passed: Callable[[int], object] = lambda block: None
+    """As of `ChunkWriter.begin`."""
     made: Callable[[Path], object] = lambda directory: None
     """Is given the directory that the files go into, in the thread that begins the save."""
 
@@ -103,7 +105,7 @@ class Saver:
             wanted.made(temporary)
             with os_errors("write the checkpoint", temporary):
                 wanted.write_first(temporary)
-            self.writer.begin(temporary, wanted.files, order, apart)
+            self.writer.begin(temporary, wanted.files, order, apart, wanted.passed)
         saved: Future[Path] = Future()
         self._jobs.put(partial(self._finish, temporary, wanted, saved))
         self._saved = saved  # after it is to be done: an interrupt between the two leaves nobody waiting

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.choice import Choice
 from megatrain.config.plan import Plan
 from megatrain.config.types import seconds_between, steps_between
 from megatrain.plan.cost.saved_bytes import checkpoint_bytes
@@ -27,12 +26,12 @@ def is_timed(every: int | str | None) -> bool:
     return every == "auto" or seconds_between(every) is not None
 
 
-def is_behind(config: Config, choice: Choice, num_nodes: int) -> bool:
-    """Return whether a run on so many nodes goes on training while a checkpoint is written.
+def is_behind(config: Config) -> bool:
+    """Return whether a run goes on training while a checkpoint is written.
 
     Several nodes do that where they share the run's directory, which is tried when they train.
     """
-    return config.checkpoint.background and not (num_nodes > 1 and choice.has_state_on_device)
+    return config.checkpoint.background
 
 
 def planned_facts(request: Request, plan: Plan) -> dict[str, Any]:

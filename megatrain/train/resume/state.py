@@ -144,12 +144,17 @@ def lend_state(engine: Engine, but: Collection[int] = ()) -> None:
                 pass
 
 
-def lend_away(engine: Engine, but: Collection[int] = ()) -> None:
-    """Lend the state that is on this rank's device alone to the first rank, which reads it block by block.
+def lend_away(engine: Engine, but: Collection[int] = (), only: int | None = None) -> None:
+    """Lend the state that is on this rank's device alone to the first rank of its node, which reads it.
 
-    That one calls this too if a save has failed, for the blocks `but` those that it has read.
+    All ranks do so, block by block. Those that read call this too, for what they do not read.
+
+    Args:
+        engine: The engine of the model.
+        but: The blocks that this rank has read.
+        only: The one block to lend; None: all others.
     """
-    for number in trained_blocks(engine.host):
+    for number in trained_blocks(engine.host) if only is None else {only} & {*trained_blocks(engine.host)}:
         if engine.host.on_device.holds(number) and number not in but:
             with engine.host.borrow(number, own=True):
                 pass

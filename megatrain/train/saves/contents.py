@@ -29,6 +29,7 @@ from megatrain.model.weights.untouched import UNTOUCHED
 from megatrain.train.resume.state import (
     WeightReader,
     block_groups,
+    lend_away,
     own_tensors,
     state_file,
     trained_blocks,
@@ -104,6 +105,12 @@ class Contents:
     def let_go(self) -> None:
         """Let go of what was read of the blocks that are `away`, which have all been copied."""
         self._reader = WeightReader(self._engine.host)
+
+    def lend(self, block: int) -> None:
+        """Lend a block of which other ranks lend their part, if it has not been read: all take one order."""
+        if block not in self.read:
+            self.read.add(block)
+            lend_away(self._engine, only=block)
 
     def write_tokenizer(self, out: Path) -> None:
         """Write the tokenizer as it is now: evaluations and callbacks change it.

@@ -108,14 +108,15 @@ class NodeSaves:
             contents: The contents that this node writes; None: this is not its first rank.
             order: The blocks in the order in which they will change.
         """
+        if contents is not None:
+            contents.take()
         name = self._ranks.tell()
         self._is_begun = self._is_settled = False
         self._files, self._failed = None, None
         if name is None or contents is None or self._writer is None:
             return None
-        contents.take()
         try:
-            self._writer.begin(root / name, contents.files, order, contents.away)
+            self._writer.begin(root / name, contents.files, order, contents.away, contents.lend)
         except OutputError as error:
             return error
         finally:

@@ -78,7 +78,7 @@ class Saves:
 
     Of several ranks, all call every method. The first one of each node writes, of the memory that those of
     the node share, and the others wait before they change what it has not copied. Several nodes that do not
-    share the run's directory, or have state on devices alone, stop for a save, which the first rank writes.
+    share the run's directory stop for a save, which the first rank writes.
     """
 
     def __init__(self, run: Run, directory: RunDirectory, newest: Path | None = None) -> None:
@@ -96,7 +96,7 @@ class Saves:
         settings = run.config.checkpoint
         self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch, wear_s=_wear_interval(run))
         ranks, host = run.ranks, run.engine.host
-        self._is_background = is_behind(run.config, run.engine.choice, ranks.num_nodes)
+        self._is_background = is_behind(run.config)
         if self._is_background and host.is_parted:
             self._is_background = is_shared(directory.checkpoints, ranks)
         self._uncopied: Uncopied | None = None
@@ -200,9 +200,10 @@ class Saves:
             elif self._nodes is not None:
                 order = run.engine.arrangement.guard.order
                 error = self._nodes.begin(self._directory.checkpoints, self._contents, order)
-            else:
-                lend_away(run.engine)
-            reasons = run.ranks.gather_values(None if error is None else str(error), "orders")
+            if run.ranks.size > 1:  # others lend all, and a disk may have been full before all was read
+                lend_away(run.engine, but=() if self._contents is None else self._contents.read)
+        # not inside `moving`: whoever waits here moves, and would keep one for ever that waits elsewhere
+        reasons = run.ranks.gather_values(None if error is None else str(error), "orders")
         reason = next((each for each in reasons if each is not None), None)
         if reason is None:
             self._begun = replace(begun, stopped_s=time.monotonic() - begun.began_s)
@@ -339,6 +340,8 @@ class Saves:
             keep_last=self._keep_last,
             keep_too=self._keep_too,
         )
+        if run.ranks.size > 1:
+            wanted = replace(wanted, passed=contents.lend)
         if nodes is not None:
             wanted = replace(wanted, others=nodes.for_first(), made=nodes.tell_place)
         failed = None
@@ -351,8 +354,6 @@ class Saves:
             contents.let_go()
         if nodes is not None:
             nodes.tell_place(None)
-        elif run.ranks.size > 1:  # the others lend all, and a disk may have been full before all was read
-            lend_away(run.engine, but=contents.read)
         return failed
 
     def _finish(self, end: BaseException | None = None) -> None:

@@ -19,6 +19,7 @@ from megatrain import files
 from megatrain.checkpoint import format
 from megatrain.checkpoint.load import find, verify
 from megatrain.errors import CheckpointError, RankError
+from megatrain.layout.ownership import CUT_NUMEL
 from megatrain.train import loop
 from tests.distributed.cases import cut_at
 from tests.distributed.crew import Crew
@@ -74,16 +75,18 @@ def test_checkpoints_of_nodes_have_the_state_of_blocking_saves(saved: Path) -> N
     assert not names & plain
 
 
+ALONE: dict[str, Any] = {
+    "train": {"device": "emulated"},
+    "memory": {"resident_blocks": 2, "mirror_resident": False},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "host": {},
     "int8": {"optim": {"state": "int8"}},
     "serial": {"optim": {"updates": "serial"}},
     "fragments": {"memory": {"fragments": True}},
     "resident": {"train": {"device": "emulated"}, "memory": {"resident_blocks": 2}},
-    "alone": {
-        "train": {"device": "emulated"},
-        "memory": {"resident_blocks": 2, "mirror_resident": False},
-    },
+    "alone": ALONE,
+    "alone, whole segments": {**ALONE, "cut": CUT_NUMEL},
 }
 
 
@@ -96,9 +99,9 @@ KINDS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_each_kind_of_state_is_saved_by_its_nodes(saved: Path, tmp_path: Path, size: int, kind: str) -> None:
-    place: dict[str, Any] = {"root": str(tmp_path), "num_nodes": 2, "cut": CUT, **QUICK, **KINDS[kind]}
+    place: dict[str, Any] = {"root": str(tmp_path), "num_nodes": 2, "cut": CUT, **QUICK} | KINDS[kind]
     told = run_ranks(tmp_path / "own-ranks", size, save_run, out="own", **place)
-    assert told[0][2] == ([] if kind != "alone" else ["step-00000002"])
+    assert told[0][2] == []
     plain = saved / "plain"  # no bit depends on the number of ranks
     if kind != "host":
         plain = tmp_path / "plain"
@@ -140,6 +143,17 @@ def test_any_number_of_nodes_goes_on_from_what_nodes_have_saved(
     assert_same_checkpoints(saved / out, saved / "plain")
     losses = [[row["loss"] for row in rows_of(saved / run)] for run in (out, "plain")]
     assert losses[0] == losses[1][2:]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("full_on", [0, 2])
+def test_nodes_with_state_on_devices_alone_go_on_after_a_node_found_no_room(
+    tmp_path: Path, full_on: int
+) -> None:
+    """Ranks lend what they have, though nobody writes it any more."""
+    place: dict[str, Any] = {"root": str(tmp_path), "num_nodes": 2, **QUICK, **ALONE}
+    run_ranks(tmp_path / "ranks", 4, save_run, out="own", holds=False, full=4, full_on=full_on, **place)
+    assert_unsaved(tmp_path / "own", step=4)
 
 
 @pytest.mark.parametrize("full_on", [1, pytest.param(0, marks=pytest.mark.parity)])
