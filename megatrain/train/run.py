@@ -240,12 +240,7 @@ class Run:
     def write(self, directory: Path, read: set[int] | None = None) -> None:
         """Write the tensors and the files of a checkpoint: the model, or its adapters alone.
 
-        Args:
-            directory: The directory of the checkpoint.
-            read: As of `write_state`.
-
-        Raises:
-            OutputError: The directory cannot be written.
+        `read` is that of `write_state`, which this raises the errors of.
         """
         if has_adapters(self.engine.model):
             write_adapter(self.engine, self.tokenizer, directory, base=base_of(self.config))
@@ -488,8 +483,7 @@ def _read_state(
     """Read the state of a checkpoint, whose working weights the engine has already; all ranks call it.
 
     Raises:
-        DamagedError: Something of the checkpoint is not what its manifest says: of what a node after the
-            first has read, or of all.
+        DamagedError: Something is not what the manifest says, of what this node has read or the first has.
         CheckpointError: The checkpoint does not belong to this model.
     """
     read_state(engine.host, checkpoint, reads=ranks.local_rank == 0, reader=reader)
