@@ -23,7 +23,6 @@ from megatrain.train import loop
 from megatrain.train.records.json_lines import read_rows
 from tests.distributed.cases import cut_at
 from tests.distributed.crew import Crew
-from tests.distributed.processes import run_ranks
 from tests.distributed.runs import train_run
 from tests.train.saves.test_saves import contents
 from tests.train.test_loop import assert_same_runs
@@ -164,14 +163,6 @@ def test_ranks_go_on_after_a_save_that_found_no_room(
     standing(2).run(save_run, out="plain", **place)
     standing(2).run(save_run, out="own", holds=False, full=4, **place)
     assert_same_runs(tmp_path / "own", tmp_path / "plain")
-    assert_unsaved(tmp_path / "own", step=4)
-
-
-def test_nodes_go_on_after_a_save_that_found_no_room(tmp_path: Path) -> None:
-    """All learn at once of an error of the rank that writes, in the middle of what the others lend it."""
-    whole: dict[str, Any] = {"eval": {}, "data": {"val_size": 0}, "cut": 320, "background": False}
-    place: dict[str, Any] = {"root": str(tmp_path), "num_nodes": 2, "timeout_s": 30.0, **whole}
-    run_ranks(tmp_path / "ranks", 2, save_run, out="own", full=4, **place)
     assert_unsaved(tmp_path / "own", step=4)
 
 

@@ -37,8 +37,8 @@ STEPS = (6, 4, 2)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    """Two nodes of one rank each."""
-    crew = Crew(tmp_path_factory.mktemp("pair") / "ranks", 2, num_nodes=2)
+    """Two nodes of one rank each, which end if one keeps the other waiting for a minute."""
+    crew = Crew(tmp_path_factory.mktemp("pair") / "ranks", 2, num_nodes=2, timeout_s=60.0)
     yield crew
     crew.close()
 
@@ -218,6 +218,16 @@ def test_a_node_that_is_killed_in_a_save_leaves_the_checkpoint_before(
     pair.run(save_run, cut=CUT, holds=False, **place, **QUICK)
     assert_same_runs(run, saved / "plain")
     assert not any(format.is_leftover(path.name) for path in (run / "checkpoints").iterdir())
+
+
+def test_nodes_that_stop_for_a_save_go_on_after_one_that_found_no_room(
+    saved: Path, pair: Crew, tmp_path: Path
+) -> None:
+    """All learn at once of an error of the rank that writes, in the middle of what the other lends it."""
+    place: dict[str, Any] = {"root": str(saved), "out": tmp_path.name, "cut": CUT, **QUICK}
+    pair.run(save_run, background=False, full=4, **place)
+    assert_same_runs(saved / tmp_path.name, saved / "plain")
+    assert_unsaved(saved / tmp_path.name, step=4)
 
 
 def save_apart(ranks: Any, *, root: str) -> list[Any]:
