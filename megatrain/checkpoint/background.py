@@ -16,7 +16,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,12 +91,18 @@ class ChunkWriter:
         """The chunks that are still to be written; any thread may ask."""
         return self._num_open
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether `wait` would return at once, or raise, but for writes that are in the middle."""
+        return self._error is not None or not self._num_open
+
     def begin(
         self,
         directory: Path,
         planned: Iterable[LargeFile],
         order: Sequence[int],
         apart: Collection[int] = (),
+        passed: Callable[[int], object] = lambda block: None,
     ) -> None:
         """Make the files, and let the threads write them from now on.
 
@@ -105,6 +111,8 @@ class ChunkWriter:
             planned: The files.
             order: The blocks in the order in which they will change; those that it lacks come last.
             apart: The blocks that this thread reads, by their numbers, before it returns.
+            passed: The function that is called after each of these, of which a file may have nothing, or was
+                given up.
 
         Raises:
             OutputError: A file cannot be made; nothing is being written.
@@ -115,7 +123,7 @@ class ChunkWriter:
         try:
             for file in planned:
                 targets.append(Target(directory / file.name, file))
-            self._begin(targets, lent, order, apart)
+            self._begin(targets, lent, order, apart, passed)
         except BaseException as error:  # maybe an interrupt: nobody is going to wait for what is begun
             self.fail(error)
             with suppress(BaseException):
@@ -123,10 +131,6 @@ class ChunkWriter:
             for target in targets:
                 target.abandon()
             raise
-        if self._error is not None:  # only this thread may give these back
-            for group, each in lent.items():
-                if not group.blocks.isdisjoint(apart):
-                    each.close()
 
     def _begin(
         self,
@@ -134,6 +138,7 @@ class ChunkWriter:
         lent: dict[Group, Lent],
         order: Sequence[int],
         apart: Collection[int],
+        passed: Callable[[int], object],
     ) -> None:
         chunks = [chunk for target in targets for chunk in target.chunks(lent)]
         when = {block: number for number, block in enumerate(order)}
@@ -152,6 +157,11 @@ class ChunkWriter:
             self._changed.notify_all()
         for block in sorted(apart):
             self.before_change(block)
+            if self._error is not None:  # only this thread may give these back
+                for group, each in lent.items():
+                    if not group.blocks.isdisjoint(apart):
+                        each.close()
+            passed(block)
 
     def fail(self, error: BaseException) -> None:
         """Give up what is being written; `wait` raises the error, if none was raised before."""

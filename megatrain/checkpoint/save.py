@@ -162,9 +162,14 @@ def commit(
     """Make a written directory durable, describe it in a manifest, and give it its name.
 
     Files that are not `known`, as they were summed up while they were written, are read back.
+
+    Raises:
+        OutputError: Something cannot be written or read, or a known file is not there.
     """
     names = files.seal_tree(temporary)
     assert all(map(format.is_relative_name, names)), names
+    if absent := sorted(known.keys() - set(names)):  # another machine has written it
+        raise OutputError(f"{temporary / absent[0]} was written, but cannot be seen from here")
     with os_errors("read back the checkpoint", temporary):
         entries = tuple(known[name] if name in known else _describe(temporary, name) for name in names)
     manifest = format.Manifest(step=step, meta=meta, files=entries, chunk_bytes=format.CHUNK_BYTES)

@@ -14,8 +14,41 @@ from typing import Any
 
 from megatrain.checkpoint.background import ChunkWriter
 from megatrain.checkpoint.contents import LargeFile
+from megatrain.checkpoint.format import FileEntry
 from megatrain.checkpoint.save import begin, commit, let_go, removed_on_error, room_made
 from megatrain.errors import os_errors
+
+
+class OtherWriters:
+    """What the thread of a save is told of the files that other processes write into the same directory.
+
+    The thread of the run talks to these, asks whether the own files are written, and says how theirs are.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing written."""
+        self.own: Future[None] = Future()
+        """Ends when the own files are written, or have failed."""
+        self.files: Future[Mapping[str, FileEntry]] = Future()
+        """Ends when nobody writes there any more, with the entries of their files by name, or an error."""
+
+    def together(self, wait: Callable[[], dict[str, FileEntry]]) -> dict[str, FileEntry]:
+        """Return the entries of all files.
+
+        Args:
+            wait: The function that waits for the own files, and returns their entries.
+
+        Raises:
+            BaseException: What `wait` raises, or what `files` was given. Nobody writes any more.
+        """
+        try:
+            known = wait()
+        except BaseException as error:
+            self.own.set_exception(error)
+            futures.wait([self.files])
+            raise
+        self.own.set_result(None)
+        return known | dict(self.files.result())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +69,12 @@ class Wanted:
     """The number of steps to keep, 1 or more."""
     keep_too: Collection[int] = ()
     """Steps to keep beside these, however old."""
+    others: OtherWriters | None = None
+    """Other processes that write files of it; None: there are none."""
+    passed: Callable[[int], object] = lambda block: None
+    """As of `ChunkWriter.begin`."""
+    made: Callable[[Path], object] = lambda directory: None
+    """Is given the directory that the files go into, in the thread that begins the save."""
 
 
 class Saver:
@@ -65,9 +104,10 @@ class Saver:
         with room_made(self._root, wanted.step, wanted.keep_last, wanted.keep_too):
             temporary = begin(self._root, wanted.step)
             with removed_on_error(temporary):
+                wanted.made(temporary)
                 with os_errors("write the checkpoint", temporary):
                     wanted.write_first(temporary)
-                self.writer.begin(temporary, wanted.files, order, apart)
+                self.writer.begin(temporary, wanted.files, order, apart, wanted.passed)
         saved: Future[Path] = Future()
         self._jobs.put(partial(self._finish, temporary, wanted, saved))
         self._saved = saved  # after it is to be done: an interrupt between the two leaves nobody waiting
@@ -124,7 +164,8 @@ class Saver:
                         wanted.write_rest(temporary)
                 except BaseException as error:
                     self.writer.fail(error)
-                known = self.writer.wait()
+                wait = self.writer.wait
+                known = wait() if wanted.others is None else wanted.others.together(wait)
                 path = commit(temporary, step=wanted.step, meta=wanted.meta, known=known)
             let_go(path, wanted.keep_last, wanted.keep_too)
         except BaseException as error:  # raised where the result is asked for

@@ -25,6 +25,7 @@ from megatrain.layout.block_bytes import ALIGNMENT, BlockBytes, aligned
 from megatrain.layout.encoding import Encoding
 
 _PART = re.compile(r"(.*)\[(\d+):(\d+)\]")
+_SPAN = re.compile(r"(.*)\{(\d{1,18}):(\d{1,18})\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +91,17 @@ def part_name(name: str, rows: range) -> str:
 def split_part_name(name: str) -> tuple[str, range | None]:
     """Undo `part_name`; None: the name is that of a whole parameter."""
     found = _PART.fullmatch(name)
+    return (name, None) if found is None else (found[1], range(int(found[2]), int(found[3])))
+
+
+def span_name(name: str, elements: range) -> str:
+    """Name some elements of a tensor of a parameter's state, which lie one after the other in it, flat."""
+    return f"{name}{{{elements.start}:{elements.stop}}}"
+
+
+def split_span_name(name: str) -> tuple[str, range | None]:
+    """Undo `span_name`; None: the name is that of a tensor in its shape."""
+    found = _SPAN.fullmatch(name)
     return (name, None) if found is None else (found[1], range(int(found[2]), int(found[3])))
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from megatrain.config.optimizers.optimizer import Optimizer
-from megatrain.layout.blocks import BlockLayout
-from megatrain.layout.ownership import node_shares, shares, state_shares, whole_share
+from megatrain.layout.blocks import BlockLayout, Entry
+from megatrain.layout.ownership import Share, node_shares, shares, state_shares, whole_share
 from megatrain.store.arena import Arena
 from megatrain.store.block_state import BlockState, part_of_plane
 from megatrain.store.ranks import StateRanks
@@ -35,6 +36,29 @@ class NodeParts:
     def own(self, block: int, state: BlockState, planes: Sequence[str]) -> list[Tensor]:
         """View what this node keeps of planes of a block: of its working weights all."""
         return self._of(block, state, self._nodes.node, planes)
+
+    def elements(self, block: int, state: BlockState, node: int | None = None) -> dict[str, range]:
+        """Return which elements a node keeps of each tensor of `BlockState.optimizer_tensors`, flat.
+
+        Args:
+            block: The number of the block.
+            state: The block.
+            node: The number of the node; None: this one.
+        """
+        layout, kept = state.layout, self._kept[block][self._nodes.node if node is None else node]
+        found = {}
+        for plane, tensor in state.planes.items():
+            has_scales = plane != "remainder" and tensor.numel() != layout.num_state
+            for entry in layout.trained:
+                if plane == "remainder" and entry.dtype != torch.bfloat16:
+                    continue
+                if has_scales:
+                    found[f"{plane}/{entry.key}"] = _scales_in(layout, entry, kept)
+                else:
+                    start = entry.state_offset or 0
+                    (part,) = kept.cut(start, start + entry.numel) or [range(start, start)]
+                    found[f"{plane}/{entry.key}"] = range(part.start - start, part.stop - start)
+        return found
 
     def bring(self, block: int, state: BlockState, planes: Sequence[str]) -> None:
         """Fill the parts of other nodes: the first rank of each does it for the others."""
@@ -67,3 +91,14 @@ class NodeParts:
             else:
                 found += part_of_plane(state.layout, plane, whole, self._kept[block][node])
         return [part for part in found if part.numel()]
+
+
+def _scales_in(layout: BlockLayout, entry: Entry, kept: Share) -> range:
+    """Return which scales of a parameter a share has, which ends where scales do."""
+    start, stop = layout.scale_ranges[entry.name]
+    for part in kept.ranges:
+        own = layout.scales_of(part)
+        first, last = max(start, own.start), min(stop, own.stop)
+        if first < last:
+            return range(first - start, last - start)
+    return range(0)

@@ -87,7 +87,8 @@ class HostState:
         self.is_resumed = tiers is not None and tiers.resumes
         self._planned = optimizer
         self._ranks = ranks
-        self._parts = NodeParts(layouts, ranks, optimizer)
+        self.parts = NodeParts(layouts, ranks, optimizer)
+        """What each of several nodes keeps of a block."""
         self._filling: dict[int, tuple[BlockState, Tensor | None]] = {}
         """Blocks on the drives whose first values arrive, each with the buffer of its image."""
         self._num_lent = [0] * len(layouts)  # of blocks that are brought for it
@@ -119,7 +120,7 @@ class HostState:
                     self._places.setdefault(entry.name, []).append((number, entry))
             if precision is Precision.BF16:
                 self.planes.allocate_remainder()
-            away = self.on_drives.placement.state_on_drives if self._parts.are_several else ()
+            away = self.on_drives.placement.state_on_drives if self.parts.are_several else ()
             most = max((self.on_drives.images[block].whole.num_bytes for block in away), default=0)
             self._lent = Arena(most, ranks.shared_memory(most) if most else None)
             """Memory in which a block on drives is whole while all ranks of the node borrow it."""
@@ -150,7 +151,7 @@ class HostState:
     @property
     def is_parted(self) -> bool:
         """Whether several nodes keep it, each its part: planes have holes then, which `borrow` fills."""
-        return self._parts.are_several
+        return self.parts.are_several
 
     @property
     def is_read_by_all(self) -> bool:
@@ -179,7 +180,7 @@ class HostState:
                 "attach the same tiers, precision, optimizer and fragments, and freeze parameters after "
                 "attach"
             )
-        if self.is_parted and not (is_same and self._parts.has_scales is optimizer.has_scales):
+        if self.is_parted and not (is_same and self.parts.has_scales is optimizer.has_scales):
             raise ConfigError(
                 "the model was loaded for several nodes with other settings; give megatrain.load and attach "
                 "the same precision, fragments, optimizer_state, and with mirror_resident=False the same "
@@ -218,7 +219,7 @@ class HostState:
         found = {plane: arena.nbytes for plane, arena in self.planes.arenas.items()}
         for plane in self._parted & found.keys():
             here = (block for block in range(len(self.blocks)) if block not in self.on_device.blocks)
-            parts = (self._parts.own(block, self.blocks[block], [plane]) for block in here)
+            parts = (self.parts.own(block, self.blocks[block], [plane]) for block in here)
             found[plane] = sum(part.nbytes for own in parts for part in own)
         return found | ({"weights read in": self.weights.nbytes} if self.weights.are_here else {})
 
@@ -252,7 +253,7 @@ class HostState:
     # -- reading and writing --------------------------------------------------------------------------------
 
     @contextmanager
-    def borrow(self, block: int, *, writes: bool = False) -> Iterator[BlockState]:
+    def borrow(self, block: int, *, writes: bool = False, own: bool = False) -> Iterator[BlockState]:
         """Lend a block with all its planes, wherever they live, until the context ends.
 
         Whoever reads state and is no operation of a lane reads it here, after `engine.settle()`. What is on
@@ -264,9 +265,10 @@ class HostState:
         Args:
             block: The block's number.
             writes: Whether changes of the caller are kept; without, it must change nothing.
+            own: A claim that only what this one of several nodes keeps is read: the rest is not there then.
         """
         is_on_device = self.on_device.holds(block)
-        if not is_on_device and (writes or not self.is_parted):
+        if not is_on_device and (writes or own or not self.is_parted):
             lent, buffer = self._lend(block)
             if buffer is not None:
                 self._read(block, lent, buffer)
@@ -274,7 +276,7 @@ class HostState:
             if writes:
                 self._keep(block, lent, buffer)
             return
-        lent = self._bring(block, comes=not writes)
+        lent = self._bring(block, comes=not (writes or own))
         self._num_lent[block] += 1
         are_met = True
         try:
@@ -364,7 +366,7 @@ class HostState:
     def bring_gradients(self) -> None:
         """Make all complete gradients readable on every node, whose whole plane is in memory from then on."""
         for number, state in enumerate(self.blocks) if self.is_parted else ():
-            self._parts.bring(number, state, ["gradient"])
+            self.parts.bring(number, state, ["gradient"])
 
     def mark_changed(self, *blocks: int) -> None:
         """Take note that what is in RAM of blocks, or of all if none is given, may differ from its image."""
@@ -416,7 +418,7 @@ class HostState:
         """View what this node keeps of the planes of a block that are on drives, or of those in RAM."""
         names = ["working"] if self.on_drives.holds_working(number) is is_away else []
         names += state.planes if self.on_drives.holds_state(number) is is_away else []
-        return {name: self._parts.own(number, state, [name]) for name in names}
+        return {name: self.parts.own(number, state, [name]) for name in names}
 
     def _pairs(
         self, number: int, state: BlockState, buffer: Tensor, *, is_away: bool
@@ -463,7 +465,7 @@ class HostState:
         if buffer is not None and self._ranks.local_rank == 0:
             self._read(block, lent, buffer)
         if comes and self.is_parted:
-            self._parts.bring(block, lent, self._state_planes)
+            self.parts.bring(block, lent, self._state_planes)
         return lent
 
     def _drop(self, block: int) -> None:
@@ -478,7 +480,7 @@ class HostState:
         if self.on_device.holds(block):
             self.on_device.give_back(block, has_working=self.weights.are_here)
         elif not self.on_drives.holds_state(block):
-            self._parts.give_back(block, self.blocks[block], self._state_planes, self.planes.arena_of)
+            self.parts.give_back(block, self.blocks[block], self._state_planes, self.planes.arena_of)
 
     def _restore(self) -> None:
         """Read what lives in RAM from its images; a block that was never written has nothing to restore.

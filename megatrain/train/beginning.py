@@ -110,8 +110,15 @@ class Beginning:
         Not where several ranks load it, who would all have to begin anew, nor where the drives have steps of
         the run: to load a checkpoint overwrites them, and one of them may be newer than the one before.
         """
+        return self._num_ranks == 1 and self.is_read_later_by_others(name)
+
+    def is_read_later_by_others(self, name: str) -> bool:
+        """Return whether nodes after the first, which has compared the whole, compare a file as they load it.
+
+        A node reads a part of the state, and it is that part which has to be what the first node has seen.
+        """
         has_steps = any(step >= 0 for steps in self._held for step in steps)
-        return self._num_ranks == 1 and not has_steps and is_loaded(name)
+        return not has_steps and is_loaded(name)
 
     def _warn(self, sentence: str) -> None:
         if sentence not in self._said:  # each attempt finds the same ones again

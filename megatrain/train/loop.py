@@ -25,7 +25,7 @@ from megatrain.train.outputs.export import best_step, export_model, find_best
 from megatrain.train.planning.plan_run import Planned
 from megatrain.train.planning.space import require_space, space_of
 from megatrain.train.planning.timeline import planned_run
-from megatrain.train.ranks import require_checkpoint
+from megatrain.train.ranks import node_named, require_checkpoint
 from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.records.metrics import MetricsLog, StepMetrics
 from megatrain.train.report.card import model_card
@@ -86,13 +86,16 @@ def train(
         if start is None:
             return None
         point = point_from_values(start["point"])
+        reader = beginning.reader
         if is_first:
             own_trackers[:] = own_trackers or trackers(config.log.to, directory.path)
         elif point.checkpoint is not None:
-            require_checkpoint(ranks, point.checkpoint, start["fingerprint"])
+            is_read_later = beginning.is_read_later_by_others
+            reader = require_checkpoint(
+                ranks, point.checkpoint, start["fingerprint"], is_read_later=is_read_later
+            )
         parallel = config.parallel.model_copy(update={"shards": start["shards"]})
-        reader = beginning.reader
-        with nullcontext() if reader is None else reader.damage_blamed():
+        with node_named(ranks), nullcontext() if reader is None else reader.damage_blamed():
             run = prepare(
                 config.model_copy(update={"parallel": parallel}),
                 point,
@@ -104,7 +107,8 @@ def train(
                 ranks=ranks,
                 reader=reader,
             )
-        assert reader is None or reader.is_done, "something of the checkpoint was not compared"
+        is_compared = reader is None or reader.is_done or not is_first  # others compare what they read
+        assert is_compared, "something of the checkpoint was not compared"
         return run, point, start["is_own"]
 
     with directory.lock() if is_first else nullcontext():

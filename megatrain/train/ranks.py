@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.checkpoint.format import fingerprint
-from megatrain.checkpoint.load import verify
+from megatrain.checkpoint.load import DamagedError, verify
+from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import Config
 from megatrain.config.choice import Choice
 from megatrain.config.decided import with_budget, with_micro_batches
@@ -136,28 +137,54 @@ def in_turn(ranks: Ranks | Alone) -> Iterator[None]:
         ranks.meet("orders")
 
 
-def require_checkpoint(ranks: Ranks | Alone, path: Path, name: str) -> None:
+def require_checkpoint(
+    ranks: Ranks | Alone,
+    path: Path,
+    name: str,
+    *,
+    is_read_later: Callable[[str], bool] = lambda name: False,
+) -> CheckpointReader | None:
     """Refuse to resume from a checkpoint that this rank's node does not have, or of which it has another one.
 
     Args:
         ranks: The ranks, of which this one is not the first.
         path: The path at which the first one has found and verified it.
         name: The `fingerprint` of its manifest.
+        is_read_later: Says of the name of a file whether it is compared as it is loaded.
+
+    Returns:
+        The reader of the first rank of a node, which compares what it reads of these files; None of others.
 
     Raises:
         CheckpointError: The node lacks the checkpoint, it is damaged there, or it is another one.
     """
-    try:
-        manifest = verify(path, digests=ranks.node > 0 and ranks.local_rank == 0)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"node {ranks.node}: {error}. Every node reads the checkpoint: put the run on a file system that "
-            "all share, or a copy of the checkpoint in its place"
-        ) from error
+    reads = ranks.node > 0 and ranks.local_rank == 0
+    with node_named(ranks, CheckpointError):
+        manifest = verify(path, digests=reads, is_later=is_read_later)
     if fingerprint(manifest) != name:
         raise CheckpointError(
             f"node {ranks.node} has another checkpoint at {path} than rank 0; put a copy of that one there"
         )
+    later = [entry.name for entry in manifest.files if is_read_later(entry.name)]
+    return CheckpointReader(path, manifest, later) if reads else None
+
+
+@contextmanager
+def node_named(ranks: Ranks | Alone, kind: type[CheckpointError] = DamagedError) -> Iterator[None]:
+    """Name a node after the first one in errors about the checkpoint that it reads, and say what it needs.
+
+    Raises:
+        CheckpointError: The body fails with an error of this kind.
+    """
+    try:
+        yield
+    except kind as error:
+        if ranks.rank == 0:
+            raise
+        raise CheckpointError(
+            f"node {ranks.node}: {error}. Every node reads the checkpoint: put the run on a file system that "
+            "all share, or a copy of the checkpoint in its place"
+        ) from error
 
 
 def count_written(health: MachineHealth, ranks: Ranks | Alone) -> None:

@@ -237,13 +237,16 @@ class Run:
     def _settings(self) -> dict[str, Any]:
         return {"config": shareable(self.config.model_dump(mode="json"))}
 
-    def write(self, directory: Path) -> None:
-        """Write the tensors and the files of a checkpoint: the model, or its adapters alone."""
+    def write(self, directory: Path, read: set[int] | None = None) -> None:
+        """Write the tensors and the files of a checkpoint: the model, or its adapters alone.
+
+        `read` is that of `write_state`, which this raises the errors of.
+        """
         if has_adapters(self.engine.model):
             write_adapter(self.engine, self.tokenizer, directory, base=base_of(self.config))
         else:
             write_model(self.engine, self.tokenizer, directory, processor=self.processor)
-        write_state(self.engine, directory)
+        write_state(self.engine, directory, read)
 
     def restore_position(self, meta: Mapping[str, Any]) -> None:
         """Continue where a checkpoint or a commit was made; the engine has all of its state already.
@@ -480,11 +483,13 @@ def _read_state(
     """Read the state of a checkpoint, whose working weights the engine has already; all ranks call it.
 
     Raises:
-        DamagedError: Something of the checkpoint, read or not, is not what its manifest says.
+        DamagedError: Something is not what the manifest says, of what this node has read or the first has.
         CheckpointError: The checkpoint does not belong to this model.
     """
     read_state(engine.host, checkpoint, reads=ranks.local_rank == 0, reader=reader)
-    if reader is not None:
+    if reader is not None and ranks.rank == 0:
         reader.finish()
+    elif reader is not None:
+        reader.compare_headers()  # the first rank has compared the rest, which this node does not read
     engine.weights_changed()
     ranks.meet("orders")

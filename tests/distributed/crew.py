@@ -20,12 +20,14 @@ _IMPORTED = ["tests.distributed.training", "tests.distributed.runs", "peft", "da
 class Crew:
     """Real processes on Gloo, forks of one that has imported everything."""
 
-    def __init__(self, place: Path, size: int) -> None:
+    def __init__(self, place: Path, size: int, num_nodes: int = 1, timeout_s: float = _TIMEOUT_S) -> None:
         """Start them.
 
         Args:
             place: Directory of this crew alone, which is made.
             size: Number of ranks; the only one of a crew of one trains as if there were none.
+            num_nodes: Number of nodes on which they believe to be.
+            timeout_s: How long one may be silent, or keep others waiting.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED)
@@ -35,7 +37,7 @@ class Crew:
         self._is_ordered = False
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, size, str(place / "store"))
+            arguments = (theirs, rank, size, num_nodes, timeout_s, str(place / "store"))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -91,9 +93,9 @@ class Crew:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, num_nodes: int, timeout_s: float, store: str) -> None:
     """Be a rank, and do what is ordered until somebody fails or the crew is closed."""
-    with joined(rank, size, store, timeout_s=_TIMEOUT_S) as ranks:
+    with joined(rank, size, store, num_nodes=num_nodes, timeout_s=timeout_s) as ranks:
         while True:
             task, settings = pipe.recv()
             try:

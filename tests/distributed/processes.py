@@ -26,7 +26,13 @@ fork_ranks(*sys.argv[1:])
 
 
 def run_ranks(
-    place: Path, size: int, task: Callable[..., Any], *, num_nodes: int = 1, **settings: Any
+    place: Path,
+    size: int,
+    task: Callable[..., Any],
+    *,
+    num_nodes: int = 1,
+    timeout_s: float = 120,
+    **settings: Any,
 ) -> list[Any]:
     """Run `task(ranks, **settings)` on every rank, and return what each has returned, which is plain JSON.
 
@@ -35,9 +41,10 @@ def run_ranks(
         size: Number of ranks; of one, `ranks` is None.
         task: A function of a module.
         num_nodes: On which they believe to be.
+        timeout_s: How long one may be silent, or keep others waiting.
         settings: Plain JSON.
     """
-    codes = exit_codes(place, size, task, num_nodes=num_nodes, **settings)
+    codes = exit_codes(place, size, task, num_nodes=num_nodes, timeout_s=timeout_s, **settings)
     assert not any(codes), (place / "errors").read_text()
     return [json.loads((place / f"rank{rank}.json").read_text()) for rank in range(size)]
 

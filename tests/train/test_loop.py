@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.checkpoint.load import verify
@@ -33,6 +32,7 @@ from megatrain.train.resume.changes import changed_settings
 from megatrain.train.run import Run
 from megatrain.train.shutdown import stop_flag
 from tests.train.project import make_config
+from tests.train.tensors import tensors_in
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -43,10 +43,9 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
     """Read every tensor of the newest checkpoint, and of the final model."""
     newest = max((run / "checkpoints").glob("step-*"))
     return {
-        f"{label} {file.relative_to(root)}: {name}": tensor
+        f"{label} {place}": tensor
         for label, root in (("checkpoint", newest), ("hf", run / "hf"))
-        for file in root.rglob("*.safetensors")
-        for name, tensor in load_file(file).items()
+        for place, tensor in tensors_in(root).items()
     }
 
 

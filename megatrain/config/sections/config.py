@@ -252,7 +252,7 @@ class CheckpointConfig(Section):
     newest from before the first of them, until the run is healthy again. null = all."""
     background: bool = True
     """Training goes on while a checkpoint is written: each block is copied before its next update. false =
-    steps wait until it is on the disk. Runs of several nodes always wait."""
+    steps wait until it is on the disk. So they do where several nodes do not share the run's directory."""
     buffer: Annotated[Bytes, Field(ge=64 * 2**20, le=8 * 2**30)] = 512 * 2**20
     """Host memory through which a checkpoint is written in the background, 64MiB to 8GiB, but no more than
     half of what the run leaves. An update waits for the disk where it is full."""

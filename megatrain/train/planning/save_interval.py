@@ -26,9 +26,12 @@ def is_timed(every: int | str | None) -> bool:
     return every == "auto" or seconds_between(every) is not None
 
 
-def is_behind(config: Config, num_nodes: int) -> bool:
-    """Return whether a run on so many nodes goes on training while a checkpoint is written."""
-    return config.checkpoint.background and num_nodes == 1
+def is_behind(config: Config) -> bool:
+    """Return whether a run goes on training while a checkpoint is written.
+
+    Several nodes do that where they share the run's directory, which is tried when they train.
+    """
+    return config.checkpoint.background
 
 
 def planned_facts(request: Request, plan: Plan) -> dict[str, Any]:

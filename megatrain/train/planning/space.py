@@ -201,7 +201,7 @@ def space_of(
         facts = planned_facts(request, plan)
         nbytes = facts["nbytes"]
         wait_s = nbytes / COMMON_RATE
-        if is_behind(config, request.batch.num_nodes):
+        if is_behind(config):
             wait_s = planned_wait(step_s=step_s, **facts)
         interval_s = planned_interval(
             config.checkpoint.every,

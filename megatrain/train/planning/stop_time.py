@@ -64,5 +64,5 @@ def stop_time(config: Config, request: Request, plan: Plan, *, evaluation_s: flo
         evaluation_s: The seconds of an evaluation; 0: there is none, or it is not known.
     """
     save_s = planned_save(**planned_facts(request, plan))
-    may_save = config.checkpoint.every is not None and is_behind(config, request.batch.num_nodes)
+    may_save = config.checkpoint.every is not None and is_behind(config)
     return StopTime(at_s=max(plan.step_s, evaluation_s, save_s if may_save else 0.0), save_s=save_s)

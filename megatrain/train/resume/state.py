@@ -3,7 +3,9 @@
 The directory is a Hugging Face model (working weights, config, tokenizer) with the rest of the state beside
 it: `state/block-NNNNN.safetensors` holds remainders and moments (and their scales, where `optim.state` has
 any) under `plane/parameter`, each in the type that it has in memory, and the manifest's meta holds the
-counters, the schedule, the data position and the random generators.
+counters, the schedule, the data position and the random generators. Where each of several nodes has written
+what it keeps, the files of node N are `state/block-NNNNN-node-N.safetensors`, and a tensor that is cut among
+them is in several, as `plane/parameter{first:stop}`: these elements of it, flat.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from megatrain.checkpoint.tensor_files import TensorSource, write_safetensors
 from megatrain.config.optimizers.optimizer import SCALE_NUMEL
 from megatrain.errors import CheckpointError, os_errors
 from megatrain.files import make_private_directory, matching_names, remove_tree, write_bytes_durably
-from megatrain.layout.blocks import split_part_name
+from megatrain.layout.blocks import span_name, split_part_name, split_span_name
 from megatrain.layout.tensor_file import TensorPlace
 from megatrain.model.weights.export import export_weights
 from megatrain.model.weights.untouched import UNTOUCHED
@@ -100,11 +102,22 @@ def write_model(
         write_bytes_durably(out / name, content)
 
 
-def write_state(engine: Engine, out: Path) -> None:
-    """Write remainders and moments, one file per block with trained parameters."""
+def write_state(engine: Engine, out: Path, read: set[int] | None = None) -> None:
+    """Write remainders and moments, one file per block with trained parameters.
+
+    Args:
+        engine: The engine of the model.
+        out: The directory of the checkpoint.
+        read: Gets the number of each block that is read, or begun to be: others lend their part of these.
+
+    Raises:
+        OutputError: A file cannot be written.
+    """
     engine.settle()
     make_private_directory(out / STATE_DIRECTORY)
     for number in trained_blocks(engine.host):
+        if read is not None:
+            read.add(number)
         with engine.host.borrow(number) as block:
             sources = [
                 TensorSource(
@@ -119,23 +132,61 @@ def write_state(engine: Engine, out: Path) -> None:
                 write_safetensors(out / state_file(number), sources)
 
 
-def lend_state(engine: Engine) -> None:
-    """Lend the state of this rank and its node to the first rank of all, which calls `write_state`."""
+def lend_state(engine: Engine, but: Collection[int] = ()) -> None:
+    """Lend the state of this rank and its node to the first rank of all, which calls `write_state`.
+
+    That one calls this too if its write has failed, for the blocks `but` those that it has read.
+    """
     engine.settle()
     for number in trained_blocks(engine.host):
-        with engine.host.borrow(number):
-            pass
-
-
-def lend_away(engine: Engine, but: Collection[int] = ()) -> None:
-    """Lend the state that is on this rank's device alone to the first rank, which reads it block by block.
-
-    That one calls this too if a save has failed, for the blocks `but` those that it has read.
-    """
-    for number in trained_blocks(engine.host):
-        if engine.host.on_device.holds(number) and number not in but:
+        if number not in but:
             with engine.host.borrow(number):
                 pass
+
+
+def lend_away(engine: Engine, but: Collection[int] = (), only: int | None = None) -> None:
+    """Lend the state that is on this rank's device alone to the first rank of its node, which reads it.
+
+    All ranks do so, block by block. Those that read call this too, for what they do not read.
+
+    Args:
+        engine: The engine of the model.
+        but: The blocks that this rank has read.
+        only: The one block to lend; None: all others.
+    """
+    for number in trained_blocks(engine.host) if only is None else {only} & {*trained_blocks(engine.host)}:
+        if engine.host.on_device.holds(number) and number not in but:
+            with engine.host.borrow(number, own=True):
+                pass
+
+
+def own_tensors(
+    host: HostState, number: int, block: BlockState, node: int | None = None
+) -> dict[str, Tensor]:
+    """View what a node keeps of `BlockState.optimizer_tensors` of a block, under the names in its file.
+
+    Args:
+        host: The state.
+        number: The number of the block.
+        block: The block.
+        node: The number of the node; None: this one.
+
+    Returns:
+        The tensors, in their shape or flat where they are cut.
+    """
+    entries = {entry.key: entry for entry in block.layout.trained}
+    kept = host.parts.elements(number, block, node)
+    found = {}
+    for key, tensor in block.optimizer_tensors().items():
+        entry, own = entries[key.partition("/")[2]], kept[key]
+        if len(own) == tensor.numel():
+            found[key] = tensor
+        elif own:
+            first = _elements(tensor.numel(), entry.rows, math.prod(entry.shape[1:])).start
+            elements = range(first + own.start, first + own.stop)
+            name = span_name(key.removesuffix(entry.key) + entry.name, elements)
+            found[name] = tensor.view(-1)[own.start : own.stop]
+    return found
 
 
 def trained_blocks(host: HostState) -> list[int]:
@@ -191,40 +242,48 @@ def read_state(
         names = matching_names(directory, [_STATE_FILES])
     for file in (f"{STATE_DIRECTORY}/{name}" for name in names):
         for key, place in reader.places(file).items():  # a run with other fragments has other files
-            name, rows = split_part_name(key)
-            where.setdefault(name, []).append(_Part(file, place, rows))
+            name, elements = split_span_name(key)
+            name, rows = split_part_name(name) if elements is None else (name, None)
+            where.setdefault(name, []).append(_Part(file, place, rows, elements))
     in_ram = [number for number in trained_blocks(host) if _is_in_ram(host, number)]
     others = ([number] for number in trained_blocks(host) if number not in in_ram)
     for numbers in (in_ram, *others):  # what is brought to be written takes memory, so that comes one by one
         with ExitStack() as lent:
             pieces: list[Piece] = []
             for number in numbers:
-                pieces += _pieces(lent.enter_context(host.borrow(number, writes=True)), source, where)
+                block = lent.enter_context(host.borrow(number, writes=True))
+                pieces += _pieces(block, host.parts.elements(number, block), source, where)
             reader.copy(pieces, room=min(BUFFERS_BYTES, host.bytes_left // 2))  # of what the plan leaves
 
 
 def _is_in_ram(host: HostState, number: int) -> bool:
-    """Return whether a block's planes are lent where they are, whole."""
-    return not (host.on_drives.holds_state(number) or host.on_device.holds(number) or host.is_parted)
+    """Return whether what this node keeps of a block's planes is lent where it is."""
+    return not (host.on_drives.holds_state(number) or host.on_device.holds(number))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A saved tensor: what is kept in a plane of a parameter, or of some of its rows."""
+    """A saved tensor: what is kept in a plane of a parameter, or of some of its rows, or of its elements."""
 
     file: str
     place: TensorPlace
     rows: range | None
+    elements: range | None
 
 
-def _pieces(block: BlockState, source: Path, where: Mapping[str, Sequence[_Part]]) -> Iterator[Piece]:
-    """Yield what is read into the planes of a block, after the check that all of it is there."""
+def _pieces(
+    block: BlockState, kept: Mapping[str, range], source: Path, where: Mapping[str, Sequence[_Part]]
+) -> Iterator[Piece]:
+    """Yield what is read into the planes of a block, after the check that all of it is there.
+
+    Of each tensor that are the elements that are `kept` on this node.
+    """
     row_numel = {entry.key: math.prod(entry.shape[1:]) for entry in block.layout.trained}
     found: list[Piece] = []
     for key, tensor in block.optimizer_tensors().items():
-        missing = tensor.numel()
+        missing = len(kept[key])
         for part in where.get(split_part_name(key)[0], ()):
-            numel, piece = _piece(source, key, tensor, part, row_numel[key.partition("/")[2]])
+            numel, piece = _piece(source, key, tensor, kept[key], part, row_numel[key.partition("/")[2]])
             missing -= numel
             found.append(piece)
         if missing:
@@ -234,23 +293,28 @@ def _pieces(block: BlockState, source: Path, where: Mapping[str, Sequence[_Part]
     yield from found
 
 
-def _piece(source: Path, key: str, tensor: Tensor, part: _Part, row_numel: int) -> tuple[int, Piece]:
-    """Return what a saved tensor has of a wanted one, and how many elements that is.
+def _piece(
+    source: Path, key: str, tensor: Tensor, kept: range, part: _Part, row_numel: int
+) -> tuple[int, Piece]:
+    """Return what a saved tensor has of the elements of a wanted one that are kept, and how many that are.
 
     A row of the parameter has `row_numel` elements.
     """
     _, rows = split_part_name(key)
     saved, dtype = part.place, getattr(torch, part.place.dtype)
     shape = tuple(tensor.shape)
-    is_like = saved.shape == shape if part.rows == rows else saved.shape[1:] == shape[1:]
+    if part.elements is not None:
+        is_like = saved.shape == (part.elements.stop - part.elements.start,)
+    else:
+        is_like = saved.shape == shape if part.rows == rows else saved.shape[1:] == shape[1:]
     if not is_like or dtype != tensor.dtype:
         raise CheckpointError(
             f"{source}: {key} is {saved.shape} {dtype}, but the model needs {shape} {tensor.dtype}"
         )
-    there = _elements(math.prod(saved.shape), part.rows, row_numel)
+    there = part.elements or _elements(math.prod(saved.shape), part.rows, row_numel)
     here = _elements(tensor.numel(), rows, row_numel)
-    start = max(there.start, here.start)
-    stop = max(start, min(there.stop, here.stop))
+    start = max(there.start, here.start + kept.start)
+    stop = max(start, min(there.stop, here.start + kept.stop))
     target: Any = tensor.view(-1)[start - here.start : stop - here.start].view(torch.uint8).numpy()
     return stop - start, Piece(part.file, saved.begin + (start - there.start) * dtype.itemsize, target)
 
@@ -277,6 +341,7 @@ def expand_counts(saved: int | Mapping[str, int], names: Mapping[str, Any]) -> d
     return {name: int(saved[name]) for name in names}
 
 
-def state_file(number: int) -> str:
-    """Return the name of the file of a block's state in a checkpoint."""
-    return f"{STATE_DIRECTORY}/block-{number:05d}.safetensors"
+def state_file(number: int, node: int | None = None) -> str:
+    """Return the name of the file of a block's state in a checkpoint, or of what one of several nodes has."""
+    of = "" if node is None else f"-node-{node}"
+    return f"{STATE_DIRECTORY}/block-{number:05d}{of}.safetensors"

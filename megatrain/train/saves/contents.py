@@ -1,6 +1,7 @@
 """The contents of a run's checkpoints as files that are planned once, and read block by block at each save.
 
-The files are those of `resume.state` and `train.adapters`, byte for byte.
+The files are those of `resume.state` and `train.adapters`, byte for byte. Of several nodes each has a share
+of them: whole files of weights, which every node has, and of the state what it keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from megatrain.model.weights.export import ExportPlan
 from megatrain.model.weights.shards import num_bytes
 from megatrain.model.weights.skeleton import persistent_buffers
 from megatrain.model.weights.untouched import UNTOUCHED
-from megatrain.train.resume.state import WeightReader, block_groups, state_file, trained_blocks
+from megatrain.train.resume.state import (
+    WeightReader,
+    block_groups,
+    lend_away,
+    own_tensors,
+    state_file,
+    trained_blocks,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +51,8 @@ class Contents:
         *,
         base: str | None,
         processor: Mapping[str, bytes],
+        num_nodes: int = 1,
+        node: int = 0,
     ) -> None:
         """Plan the files; no value is read.
 
@@ -51,9 +61,12 @@ class Contents:
             tokenizer: The tokenizer.
             base: The place of the base of the run's adapters, which alone are saved then; None: the model is.
             processor: The files of the model's processor, by name.
+            num_nodes: The number of nodes that write it together.
+            node: The number of this one among them.
         """
         self._engine, self._tokenizer, self._base = engine, tokenizer, base
         self._processor = processor
+        self._num_nodes, self._node = num_nodes, node
         self._untouched = engine.model.__dict__.get(UNTOUCHED)
         self._buffers: dict[str, Tensor] = {}
         host = engine.host
@@ -71,8 +84,8 @@ class Contents:
         self._plan = None
         if base is None:
             self._plan = ExportPlan(engine.model, block_groups(host), untouched=self._untouched)
-        self.files = [*self._model_files(), *self._state_files()]
-        """The large files."""
+        self.files = [*self._dealt_out(list(self._model_files())), *self._state_files(node)]
+        """The large files that this node writes."""
 
     def take(self) -> Callable[[Path], None]:
         """Keep what changes outside of blocks as it is now; return what writes the small files."""
@@ -92,6 +105,12 @@ class Contents:
     def let_go(self) -> None:
         """Let go of what was read of the blocks that are `away`, which have all been copied."""
         self._reader = WeightReader(self._engine.host)
+
+    def lend(self, block: int) -> None:
+        """Lend a block of which other ranks lend their part, if it has not been read: all take one order."""
+        if block not in self.read:
+            self.read.add(block)
+            lend_away(self._engine, only=block)
 
     def write_tokenizer(self, out: Path) -> None:
         """Write the tokenizer as it is now: evaluations and callbacks change it.
@@ -153,18 +172,36 @@ class Contents:
             ]
             yield LargeFile(shard.name, header, places)
 
-    def _state_files(self) -> Iterator[LargeFile]:
+    def _dealt_out(self, files: Sequence[LargeFile]) -> list[LargeFile]:
+        """Return which files of weights this node writes: each goes to the one that writes least so far.
+
+        Those with buffers, of which every rank has its own, are written by the first node.
+        """
+        if self._num_nodes == 1:
+            return list(files)
+        written = [sum(file.num_bytes for file in self._state_files(node)) for node in range(self._num_nodes)]
+        own = []
+        for file in files:
+            of_first = any(not place.group.blocks for place in file.places)
+            to = 0 if of_first else written.index(min(written))
+            written[to] += file.num_bytes
+            if to == self._node:
+                own.append(file)
+        return own
+
+    def _state_files(self, node: int) -> Iterator[LargeFile]:
         host = self._engine.host
         for number in trained_blocks(host):
             block = host.blocks[number]
             if host.on_drives.holds_state(number):
                 nbytes = host.on_drives.images[number].whole.num_bytes
                 block = host.view(number, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-            tensors = block.optimizer_tensors()
+            tensors = own_tensors(host, number, block, node)
             specs = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
             group = Group(blocks=frozenset([number]), read=partial(self._state, number))
             if specs:
-                yield planned_file(state_file(number), specs, dict.fromkeys(specs, group))
+                name = state_file(number, None if self._num_nodes == 1 else node)
+                yield planned_file(name, specs, dict.fromkeys(specs, group))
 
     # -- values ---------------------------------------------------------------------------------------------
 
@@ -199,5 +236,6 @@ class Contents:
     @contextmanager
     def _state(self, number: int) -> Iterator[Mapping[str, Tensor]]:
         self.read.add(number)
-        with self._engine.host.borrow(number) as block:
-            yield block.optimizer_tensors()
+        host = self._engine.host
+        with host.borrow(number, own=True) as block:
+            yield own_tensors(host, number, block)

@@ -29,6 +29,7 @@ from megatrain.train.records.directory import MovedError, RunDirectory
 from megatrain.train.resume.state import lend_away, lend_state
 from megatrain.train.run import Run
 from megatrain.train.saves.contents import Contents
+from megatrain.train.saves.nodes import NodeSaves, is_shared
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +76,9 @@ class Saves:
     A save that fails is told, and the run goes on: the state is whole, and the next save may find room. Only
     the last one must succeed.
 
-    Of several ranks, all call every method. The first one writes, of the memory that those of its node share,
-    and the others wait before they change what it has not copied. Several nodes stop for a save: each has a
-    part of the state.
+    Of several ranks, all call every method. The first one of each node writes, of the memory that those of
+    the node share, and the others wait before they change what it has not copied. Several nodes that do not
+    share the run's directory stop for a save, which the first rank writes.
     """
 
     def __init__(self, run: Run, directory: RunDirectory, newest: Path | None = None) -> None:
@@ -94,28 +95,38 @@ class Saves:
         self._saver: Saver | None = None
         settings = run.config.checkpoint
         self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch, wear_s=_wear_interval(run))
-        self._is_background = is_behind(run.config, run.ranks.num_nodes)
+        ranks, host = run.ranks, run.engine.host
+        self._is_background = is_behind(run.config)
+        if self._is_background and host.is_parted:
+            self._is_background = is_shared(directory.checkpoints, ranks)
         self._uncopied: Uncopied | None = None
-        if self._is_background and run.ranks.size > 1:
-            num_blocks = len(run.engine.host.layouts)
-            cells = shared_cells(run.ranks, num_blocks + run.ranks.size)
-            self._uncopied = Uncopied(cells, num_blocks, run.ranks.rank, run.ranks.watch.look)
-        if self._is_background and run.ranks.rank == 0:
-            self._contents = self._make_contents()
-            left = run.engine.host.bytes_left // 2  # of what the plan leaves
-            writer = ChunkWriter(min(settings.buffer, left), self._contents.files, self._uncopied)
-            self._saver = Saver(directory.checkpoints, writer)
+        if self._is_background and ranks.local_size > 1:
+            num_blocks = len(host.layouts)
+            cells = shared_cells(ranks, num_blocks + ranks.local_size)
+            self._uncopied = Uncopied(cells, num_blocks, ranks.local_rank, ranks.watch.look)
+        self._contents: Contents | None = None
+        self._writer: ChunkWriter | None = None
+        if self._is_background and ranks.local_rank == 0:
+            self._contents = self._make_contents(ranks.num_nodes, ranks.node)
+            left = host.bytes_left // 2  # of what the plan leaves
+            self._writer = ChunkWriter(min(settings.buffer, left), self._contents.files, self._uncopied)
+        if self._writer is not None and ranks.rank == 0:
+            self._saver = Saver(directory.checkpoints, self._writer)
+        self._nodes: NodeSaves | None = None
+        if self._is_background and host.is_parted:
+            self._nodes = NodeSaves(ranks, self._writer)
 
-    def _make_contents(self) -> Contents:
+    def _make_contents(self, num_nodes: int = 1, node: int = 0) -> Contents:
         run = self._run
         is_adapter = has_adapters(run.engine.model)
         base = base_of(run.config) if is_adapter else None
-        return Contents(run.engine, run.tokenizer, base=base, processor=run.processor)
+        of = {"num_nodes": num_nodes, "node": node}
+        return Contents(run.engine, run.tokenizer, base=base, processor=run.processor, **of)
 
     def __enter__(self) -> Saves:
         guard = self._run.engine.arrangement.guard
-        if self._saver is not None:
-            guard.hold(self._saver.writer.before_change)
+        if self._writer is not None:
+            guard.hold(self._writer.before_change)
         elif self._uncopied is not None:
             guard.hold(self._uncopied.wait)
         return self
@@ -134,6 +145,9 @@ class Saves:
                 if error is None:
                     self._finish()
             finally:
+                self._give_up()
+                if self._writer is not None:
+                    self._writer.close()
                 guard.hold(None)
             return
         try:
@@ -152,6 +166,7 @@ class Saves:
             self._saver.writer.fail(interrupt)
             raise
         finally:
+            self._give_up()
             self._saver.close()
             guard.hold(None)
 
@@ -180,19 +195,31 @@ class Saves:
         meta = run.meta()  # waits for updates in the background
         error: OutputError | None = None
         with run.moving(f"reading step {run.step} for its checkpoint"):
-            if self._saver is None:
-                lend_away(run.engine)
-            else:
+            if self._saver is not None:
                 error = self._begin(self._saver, meta)
-            reason = run.ranks.tell(None if error is None else str(error))
+            elif self._nodes is not None:
+                order = run.engine.arrangement.guard.order
+                error = self._nodes.begin(self._directory.checkpoints, self._contents, order)
+            if run.ranks.size > 1:  # others lend all, and a disk may have been full before all was read
+                lend_away(run.engine, but=() if self._contents is None else self._contents.read)
+        # not inside `moving`: whoever waits here moves, and would keep one for ever that waits elsewhere
+        reasons = run.ranks.gather_values(None if error is None else str(error), "orders")
+        reason = next((each for each in reasons if each is not None), None)
         if reason is None:
             self._begun = replace(begun, stopped_s=time.monotonic() - begun.began_s)
-        else:
-            self._failed(begun, error or OutputError(reason))
+            return
+        if self._nodes is not None:
+            self._nodes.settle(reason)
+        if self._saver is not None and self._saver.is_saving:  # another node has failed
+            with suppress(OutputError):
+                self._saver.result()
+        self._failed(begun, error or OutputError(reason))
 
     def tell(self) -> None:
         """Tell of a checkpoint that has become whole since, or could not be written."""
-        if self._begun is not None and self._run.ranks.tell(self._saver is not None and self._saver.is_done):
+        if self._begun is None or not (self._nodes is None or self._nodes.are_settled()):
+            return
+        if self._run.ranks.tell(self._saver is not None and self._saver.is_done):
             self._finish()
 
     def last(self) -> Path:
@@ -222,15 +249,17 @@ class Saves:
     @property
     def num_left(self) -> int:
         """The chunks of a checkpoint that are still to be written in the background; any thread may ask."""
-        return 0 if self._saver is None else self._saver.writer.num_left
+        return 0 if self._writer is None else self._writer.num_left
 
     def writes_at_rest(self) -> Callable[[Path], None] | None:
-        """Return what writes a checkpoint of the state in RAM, which does not change; None: not all is there.
+        """Return what writes a checkpoint of the state in RAM, which does not change; None: not all is here.
 
         For another thread than that of the run, which hangs. A checkpoint that is under way is waited for
         first, and nobody is told of it.
         """
-        if self._saver is None:
+        if self._run.engine.host.is_parted:
+            return None
+        if self._saver is None or self._contents is None:
             contents = self._make_contents()
             writer = ChunkWriter(0, contents.files)
         else:
@@ -267,6 +296,7 @@ class Saves:
         begun = self._start()
         meta = run.meta()
         path, error = None, None
+        read: set[int] = set()
         with run.moving(f"saving step {run.step}"), run.watched(_save_of(run.step), moves=True):
             if run.ranks.rank == 0:
                 try:
@@ -274,7 +304,7 @@ class Saves:
                         path = save(
                             self._directory.checkpoints,
                             step=run.step,
-                            write=run.write,
+                            write=partial(run.write, read=read),
                             meta=meta,
                             keep_last=self._keep_last,
                             keep_too=self._keep_too,
@@ -286,12 +316,14 @@ class Saves:
                     _log.warning("%s", left)
                 except OutputError as failed:
                     error = failed
+                    if run.engine.host.is_read_by_all:  # the others lend all, and learn of it then
+                        lend_state(run.engine, but=read)
             elif run.engine.host.is_read_by_all:
                 lend_state(run.engine)
-            has_room = isinstance(error, RoomMadeError)
-            saved, reason, has_room = run.ranks.tell(
-                (None if path is None else str(path), str(error), has_room)
-            )
+        has_room = isinstance(error, RoomMadeError)
+        said = None if path is None else str(path), str(error), has_room
+        # not inside `moving`: whoever waits here moves, and would keep one for ever that waits elsewhere
+        saved, reason, has_room = run.ranks.tell(said)
         if saved is None:
             error = error or (RoomMadeError if has_room else OutputError)(reason)
             self._failed(begun, error)
@@ -301,26 +333,31 @@ class Saves:
 
     def _begin(self, saver: Saver, meta: dict[str, Any]) -> OutputError | None:
         """Begin to save the newest step, and return what has kept that from being begun."""
-        run = self._run
+        run, contents, nodes = self._run, self._contents, self._nodes
+        assert contents is not None
         wanted = Wanted(
             step=run.step,
             meta=meta,
-            files=self._contents.files,
-            write_rest=self._contents.take(),
-            write_first=self._contents.write_tokenizer,
+            files=contents.files,
+            write_rest=contents.take(),
+            write_first=contents.write_tokenizer,
             keep_last=self._keep_last,
             keep_too=self._keep_too,
         )
+        if run.ranks.size > 1:
+            wanted = replace(wanted, passed=contents.lend)
+        if nodes is not None:
+            wanted = replace(wanted, others=nodes.for_first(), made=nodes.tell_place)
         failed = None
         try:
             with run.watched(_save_of(run.step), moves=True), self._directory.found():
-                saver.begin(wanted, run.engine.arrangement.guard.order, self._contents.away)
+                saver.begin(wanted, run.engine.arrangement.guard.order, contents.away)
         except OutputError as error:
             failed = error
         finally:
-            self._contents.let_go()
-        if run.ranks.size > 1:  # the others lend all, and a disk may have been full before all was read
-            lend_away(run.engine, but=self._contents.read)
+            contents.let_go()
+        if nodes is not None:
+            nodes.tell_place(None)
         return failed
 
     def _finish(self, end: BaseException | None = None) -> None:
@@ -334,6 +371,11 @@ class Saves:
         begun, began_s = self._begun, time.monotonic()
         path: Path | None = None
         failed: BaseException | None = None
+        if end is not None:
+            self._give_up()
+        elif self._nodes is not None:
+            with self._run.watched(_save_of(begun.step)):
+                self._nodes.wait()
         if self._saver is not None:
             why = "" if end is None else f" after an error ({first_line(end)})"
             with self._run.watched(f"{_save_of(begun.step)}{why}"):
@@ -344,7 +386,9 @@ class Saves:
             str(failed),
             isinstance(failed, _GivenUpError),
         ]
-        waited_s = 0.0 if self._saver is None else self._saver.writer.waited_s
+        waited_s = 0.0 if self._writer is None else self._writer.waited_s
+        if self._nodes is not None:
+            waited_s = max(waited_s, self._nodes.waited_s)
         found, reason, is_given_up = said if end is not None else self._run.ranks.tell(said)
         if is_given_up:
             self._run.last_good.lose(begun.step)
@@ -354,6 +398,11 @@ class Saves:
             return
         late_s = time.monotonic() - began_s  # the disk has not kept up with the run
         self._done(begun, Path(found), begun.stopped_s + waited_s + late_s, by_itself=end is not None)
+
+    def _give_up(self) -> None:
+        """Let go of what several nodes write and have not all written: they are not asked any more."""
+        if self._nodes is not None:
+            self._nodes.give_up(_GivenUpError())
 
     def _result(self, saver: Saver) -> tuple[Path | None, BaseException | None]:
         """Wait for what is being written; return its directory, or what has kept it from being whole."""

@@ -18,8 +18,10 @@ from megatrain.checkpoint import format
 from megatrain.checkpoint.load import find
 from megatrain.checkpoint.uncopied import Uncopied
 from megatrain.errors import RankError
+from megatrain.layout.ownership import CUT_NUMEL
 from megatrain.train import loop
 from megatrain.train.records.json_lines import read_rows
+from tests.distributed.cases import cut_at
 from tests.distributed.crew import Crew
 from tests.distributed.runs import train_run
 from tests.train.saves.test_saves import contents
@@ -41,6 +43,11 @@ class Slow(files.FileCalls):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return super().write_at(descriptor, data, offset)
 
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if self.is_full and "block-00001" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(descriptor, data)
+
 
 def save_run(
     ranks: Any,
@@ -51,6 +58,9 @@ def save_run(
     waits: bool = True,
     holds: bool = True,
     full: int = 0,
+    full_on: int | None = None,
+    counts: files.FileCalls | None = None,
+    cut: int = CUT_NUMEL,
     **sections: Any,
 ) -> list[list[str]]:
     """Train with small chunks and a slow disk; return the checkpoints that are whole after each step.
@@ -62,7 +72,11 @@ def save_run(
         background: `checkpoint.background`.
         waits: Whether the other ranks wait for what is not copied yet.
         holds: Whether the disk writes nothing before step 3 has ended.
-        full: The step at whose end the disk has no room, until the next one ends; 0: none.
+        full: The step at whose end the disk has no room, until the next one ends; 0: none. A save that the
+            run waits for has room for the state of its first block.
+        full_on: The rank whose disk that is; None: that of all.
+        counts: The system whose calls are used, in the place of this disk; None: this disk's.
+        cut: The elements between the places where state may be cut among ranks.
         sections: The settings beside.
     """
     disk, seen = Slow(), list[list[str]]()
@@ -73,15 +87,16 @@ def save_run(
     def stepped(run: Any) -> Any:
         row = take(run)
         seen.append([path.name for path in find(Path(root, out, "checkpoints"))])
-        disk.is_full = run.step == full
+        disk.is_full = run.step == full and full_on in (None, run.ranks.rank)
         if run.step == 3:
             disk.writes.set()
         return row
 
     checkpoint = {**EVERY, "background": background, "buffer": 2**26}
     with (
+        cut_at(cut),
         patch.object(format, "CHUNK_BYTES", 4096),
-        patch.object(files, "system", disk),
+        patch.object(files, "system", counts or disk),
         patch.object(loop, "train_step", stepped),
         patch.object(Uncopied, "wait", Uncopied.wait if waits else lambda *_: None),
     ):
@@ -148,9 +163,15 @@ def test_ranks_go_on_after_a_save_that_found_no_room(
     standing(2).run(save_run, out="plain", **place)
     standing(2).run(save_run, out="own", holds=False, full=4, **place)
     assert_same_runs(tmp_path / "own", tmp_path / "plain")
-    assert [path.name for path in find(tmp_path / "own/checkpoints")] == ["step-00000006", "step-00000002"]
-    rows = [row for row in read_rows(tmp_path / "own/events.jsonl") if row["event"] == "unsaved"]
-    assert [row["step"] for row in rows] == [4]
+    assert_unsaved(tmp_path / "own", step=4)
+
+
+def assert_unsaved(run: Path, step: int) -> None:
+    """Check that the run has gone on after the save of a step found no room, and has saved the others."""
+    saved = [path.name for path in find(run / "checkpoints")]
+    assert saved == [format.directory_name(each) for each in (6, 4, 2) if each != step]
+    rows = [row for row in read_rows(run / "events.jsonl") if row["event"] == "unsaved"]
+    assert [row["step"] for row in rows] == [step]
     assert "No space left on device" in rows[0]["reason"]
 
 

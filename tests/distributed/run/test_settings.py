@@ -103,7 +103,7 @@ def test_a_scale_belongs_to_the_share_that_has_its_first_element() -> None:
 
 def test_a_node_without_the_checkpoint_or_with_another_one_is_refused(tmp_path: Path) -> None:
     """Another one: of other counters, or of the same step and counters with other bytes."""
-    second: Any = SimpleNamespace(node=1, local_rank=0)
+    second: Any = SimpleNamespace(rank=1, node=1, local_rank=0)
 
     def saved(name: str, text: str = "a", tokens: int = 7) -> tuple[Path, str]:
         path = save(
@@ -121,6 +121,9 @@ def test_a_node_without_the_checkpoint_or_with_another_one_is_refused(tmp_path: 
         with pytest.raises(CheckpointError, match=r"node 1 has another checkpoint at .*there"):
             require_checkpoint(second, there, other)
     (there / "file").write_text("b")
+    reader = require_checkpoint(second, there, name, is_read_later=lambda name: name == "file")
+    assert reader is not None
+    assert list(reader.later) == ["file"]
     with pytest.raises(CheckpointError, match=r"node 1: .* is damaged: file .* Every node reads"):
         require_checkpoint(second, there, name)
     with pytest.raises(CheckpointError, match=r"node 1: there is no checkpoint .* a copy of the checkpoint"):
