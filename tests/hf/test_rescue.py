@@ -79,7 +79,7 @@ def fail(trainer: Any, caplog: pytest.LogCaptureFixture) -> str:
     return said
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("moment", "saved"),
     [

@@ -64,6 +64,7 @@ def count_calls(activations: str, precision: str, num_layers: int = NUM_LAYERS) 
     return num_calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("activations", MOST)
 def test_a_visit_of_a_layer_takes_few_calls(activations: str, precision: str) -> None:

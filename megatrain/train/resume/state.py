@@ -15,6 +15,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -281,22 +283,26 @@ def _pieces(
     row_numel = {entry.key: math.prod(entry.shape[1:]) for entry in block.layout.trained}
     found: list[Piece] = []
     for key, tensor in block.optimizer_tensors().items():
-        missing = len(kept[key])
+        spans = []
         for part in where.get(split_part_name(key)[0], ()):
-            numel, piece = _piece(source, key, tensor, kept[key], part, row_numel[key.partition("/")[2]])
-            missing -= numel
-            found.append(piece)
-        if missing:
+            span, piece = _piece(source, key, tensor, kept[key], part, row_numel[key.partition("/")[2]])
+            if span:
+                spans.append(span)
+                found.append(piece)
+        spans.sort(key=attrgetter("start"))
+        is_one = all(first.stop == then.start for first, then in pairwise(spans))
+        if not is_one or sum(map(len, spans)) != len(kept[key]):
             raise CheckpointError(
-                f"{source} has no {key}: it is of another model, train.precision or optim.state"
+                f"{source} does not have each element of {key} once: it is of another model, train.precision "
+                "or optim.state"
             )
     yield from found
 
 
 def _piece(
     source: Path, key: str, tensor: Tensor, kept: range, part: _Part, row_numel: int
-) -> tuple[int, Piece]:
-    """Return what a saved tensor has of the elements of a wanted one that are kept, and how many that are.
+) -> tuple[range, Piece]:
+    """Return which of the elements of a wanted tensor that are kept a saved one has, and where.
 
     A row of the parameter has `row_numel` elements.
     """
@@ -316,7 +322,7 @@ def _piece(
     start = max(there.start, here.start + kept.start)
     stop = max(start, min(there.stop, here.start + kept.stop))
     target: Any = tensor.view(-1)[start - here.start : stop - here.start].view(torch.uint8).numpy()
-    return stop - start, Piece(part.file, saved.begin + (start - there.start) * dtype.itemsize, target)
+    return range(start, stop), Piece(part.file, saved.begin + (start - there.start) * dtype.itemsize, target)
 
 
 def _elements(numel: int, rows: range | None, row_numel: int) -> range:

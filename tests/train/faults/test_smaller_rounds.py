@@ -57,6 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("step", [0, 2])
 def test_step_runs_again_in_smaller_rounds_to_the_same_bits(
@@ -105,7 +106,7 @@ def test_later_step_may_need_smaller_rounds_again(
     assert loop.train_step is not steps
 
 
-@pytest.mark.parametrize(("lockstep", "most"), [(1, 0), (4, 1)])
+@pytest.mark.parametrize(("lockstep", "most"), [(4, 1), pytest.param(1, 0, marks=pytest.mark.parity)])
 def test_step_that_finds_no_room_then_either_ends_the_run_and_is_not_lost(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lockstep: int, most: int
 ) -> None:

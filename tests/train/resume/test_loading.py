@@ -176,7 +176,7 @@ def test_a_resume_reads_each_byte_of_a_large_file_once(
     assert_same_runs(tmp_path / "run", whole / "run")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stopped", DAMAGED, indirect=True)
 @pytest.mark.parametrize("where", ["header", "name", "first", "middle", "last"])
 @pytest.mark.parametrize("name", [STATE, "model.safetensors"])
@@ -279,7 +279,7 @@ def test_a_finished_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
     assert_same_runs(tmp_path / "run", whole / "run")
 
 
-@pytest.mark.parametrize("name", [STATE, "model.safetensors"])
+@pytest.mark.parametrize("name", [STATE, pytest.param("model.safetensors", marks=pytest.mark.parity)])
 def test_state_goes_to_drives_from_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
