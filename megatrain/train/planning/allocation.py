@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -61,6 +62,7 @@ def plan_memory(
         CapacityError: The run does not fit; nothing was allocated.
         WearError: The run uses up its drives, and the settings do not accept that.
     """
+    gc.collect()  # an earlier run of this process has left its state in cycles, which counts as taken
     spec = machine_for(config, measure, lately)
     try:
         planned = plan_training(config, model, spec, ranks, lately=lately, **of_run)
