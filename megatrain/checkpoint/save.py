@@ -42,6 +42,7 @@ def save(
     meta: Mapping[str, Any],
     keep_last: int,
     keep_too: Collection[int] = (),
+    keep_until: Collection[int] = (),
 ) -> Path:
     """Write the checkpoint of a step, commit it, and remove what is older than the newest `keep_last` steps.
 
@@ -57,6 +58,7 @@ def save(
         meta: Plain JSON values with string keys for the manifest.
         keep_last: The number of steps to keep, 1 or more.
         keep_too: Steps to keep beside these, however old.
+        keep_until: Steps to keep beside these until this one is whole.
 
     Returns:
         The directory of the whole checkpoint.
@@ -67,7 +69,7 @@ def save(
             that the new one is whole and an old one cannot be removed.
     """
     assert step >= 0, step
-    with room_made(root, step, keep_last, keep_too):
+    with room_made(root, step, keep_last, {*keep_too, *keep_until}):
         temporary = begin(root, step)
         with removed_on_error(temporary):
             with os_errors("write the checkpoint", temporary):
@@ -81,7 +83,7 @@ def save(
 def room_made(root: Path, step: int, keep_last: int, keep_too: Collection[int]) -> Iterator[None]:
     """Remove what the checkpoint of a step would make unnecessary if the disk proves full inside.
 
-    The newest whole checkpoint stays in any case.
+    The newest checkpoint with the bytes that were saved stays in any case; without one, nothing goes.
 
     Raises:
         RoomMadeError: The disk is full, and something was removed.
@@ -95,8 +97,10 @@ def room_made(root: Path, step: int, keep_last: int, keep_too: Collection[int]) 
         gone: list[str] = []
         with contextlib.suppress(OutputError, CheckpointError):  # that the disk is full is what to tell
             whole = _whole(root, step)
-            for path in _unnecessary(whole, step, keep_last, keep_too):
-                if path != whole[0]:
+            old = _unnecessary(whole, step, keep_last, keep_too)
+            sound = next(filter(_is_sound, whole), None) if old else None
+            for path in old if sound is not None else ():
+                if path != sound:
                     _remove(root, [path])
                     gone.append(path.name)
         if not gone:
@@ -252,9 +256,13 @@ def _is_same(path: Path, encoded: bytes) -> bool:
         return False
 
 
-def _is_complete(path: Path) -> bool:
+def _is_sound(path: Path) -> bool:
+    return _is_complete(path, digests=True)
+
+
+def _is_complete(path: Path, *, digests: bool = False) -> bool:
     try:
-        load.verify(path, digests=False)
+        load.verify(path, digests=digests)
     except CheckpointError:
         return False
     return True

@@ -69,12 +69,19 @@ class Wanted:
     """The number of steps to keep, 1 or more."""
     keep_too: Collection[int] = ()
     """Steps to keep beside these, however old."""
+    keep_until: Collection[int] = ()
+    """Steps to keep beside these until this one is whole."""
     others: OtherWriters | None = None
     """Other processes that write files of it; None: there are none."""
     passed: Callable[[int], object] = lambda block: None
     """As of `ChunkWriter.begin`."""
     made: Callable[[Path], object] = lambda directory: None
     """Is given the directory that the files go into, in the thread that begins the save."""
+
+    @property
+    def kept_until(self) -> frozenset[int]:
+        """The steps to keep beside the last ones until this one is whole."""
+        return frozenset((*self.keep_too, *self.keep_until))
 
 
 class Saver:
@@ -101,7 +108,7 @@ class Saver:
             OutputError: Nothing can be written; no earlier checkpoint has changed.
         """
         assert self._saved is None, "the last checkpoint was not asked for"
-        with room_made(self._root, wanted.step, wanted.keep_last, wanted.keep_too):
+        with room_made(self._root, wanted.step, wanted.keep_last, wanted.kept_until):
             temporary = begin(self._root, wanted.step)
             with removed_on_error(temporary):
                 wanted.made(temporary)
@@ -157,7 +164,7 @@ class Saver:
 
     def _finish(self, temporary: Path, wanted: Wanted, saved: Future[Path]) -> None:
         try:
-            keeps = wanted.keep_last, wanted.keep_too
+            keeps = wanted.keep_last, wanted.kept_until
             with room_made(self._root, wanted.step, *keeps), removed_on_error(temporary):
                 try:
                     with os_errors("write the checkpoint", temporary):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megatrain.checkpoint.format import FileEntry
 from megatrain.checkpoint.load import find, verify
 from megatrain.checkpoint.saver import OtherWriters, Saver, Wanted
 from megatrain.errors import OutputError
+from megatrain.train.saves.nodes import NodeSaves
 
 THEIRS = b"what another process has written"
 
@@ -86,3 +88,24 @@ def test_a_failure_of_others_ends_the_save(saver: Saver, tmp_path: Path) -> None
         saver.result()
     assert not directory.exists()
     assert not any(format.is_leftover(path.name) for path in tmp_path.iterdir())
+
+
+def test_a_node_whose_run_ends_gives_up_without_an_error_of_its_own() -> None:
+    """Else that one would stand in place of what has ended the run."""
+
+    class Writer:
+        error: Exception | None = None
+
+        def fail(self, error: Exception) -> None:
+            self.error = error
+
+        def wait(self) -> None:
+            assert self.error is not None
+            raise self.error
+
+    writer: Any = Writer()
+    ranks: Any = SimpleNamespace(rank=1)
+    nodes = NodeSaves(ranks, writer)
+    nodes._is_begun, nodes._is_settled = True, False
+    nodes.give_up(RuntimeError("the run ends"))
+    assert str(writer.error) == "the run ends"

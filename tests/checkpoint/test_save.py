@@ -147,6 +147,30 @@ def test_full_disk_takes_what_the_checkpoint_would_have_made_unnecessary(tmp_pat
     assert newest(tmp_path) == (30, "30"), "the newest stays"
 
 
+def test_full_disk_takes_no_checkpoint_before_one_that_has_rotted(tmp_path: Path) -> None:
+    """A run that passed over a damaged one goes on from the one before, which is all that there is."""
+    for step in (5, 10):
+        put(tmp_path, step, str(step), keep_last=9)
+    rotted = tmp_path / "step-00000010" / "plain"
+    rotted.write_bytes(bytes(byte ^ 1 for byte in rotted.read_bytes()))
+    for keep_last in (2, 1):
+        with pytest.raises(OutputError, match="No space left"):
+            save.save(tmp_path, step=15, write=full, meta={}, keep_last=keep_last)
+        found = load.newest_whole(tmp_path, warn=lambda _: None)
+        assert found is not None
+        assert found[1].step == 5
+
+
+def test_full_disk_leaves_what_is_kept_until_the_checkpoint_is_whole(tmp_path: Path) -> None:
+    for step in (5, 10):
+        put(tmp_path, step, str(step), keep_last=9)
+    with pytest.raises(OutputError, match="No space left"):
+        save.save(tmp_path, step=15, write=full, meta={}, keep_last=1, keep_until=[5])
+    assert names(tmp_path) == ["step-00000005", "step-00000010"]
+    save.save(tmp_path, step=15, write=lambda _: None, meta={}, keep_last=1, keep_until=[5])
+    assert names(tmp_path) == ["step-00000015"]
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EFBIG, errno.EACCES])
 def test_other_errors_take_nothing(tmp_path: Path, number: int) -> None:
     def fails(directory: Path) -> None:

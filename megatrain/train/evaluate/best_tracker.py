@@ -8,6 +8,16 @@ from math import isfinite
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation of a run."""
+
+    step: int
+    loss: float | None
+    name: str | None
+    """The set that it is of."""
+
+
 @dataclass(slots=True)
 class BestTracker:
     """Counts evaluations; it is in every checkpoint, so that a resumed run stops where it would have."""
@@ -33,6 +43,17 @@ class BestTracker:
             self.worse_in_a_row += 1
         return is_better
 
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation so far, if there was one."""
+        return None if self.best_step is None else Best(self.best_step, self.best_loss, self.best_set)
+
+    def go_back(self, best: Best | None) -> None:
+        """Take an earlier evaluation as the best one: no checkpoint has the weights of the later one."""
+        self.best_step, self.best_loss, self.best_set = (
+            (None, None, None) if best is None else (best.step, best.loss, best.name)
+        )
+
     def state(self) -> dict[str, Any]:
         """Return the counts as plain values."""
         return asdict(self)
@@ -46,5 +67,5 @@ class BestTracker:
 
     def forget_best(self) -> None:
         """Forget the best evaluation, whose checkpoint belongs to another run."""
-        self.best_step = self.best_loss = self.best_set = None
+        self.go_back(None)
         self.worse_in_a_row = 0

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from megatrain.checkpoint.load import find_step, verify
-from megatrain.checkpoint.save import RoomMadeError, save
+from megatrain.checkpoint.save import LeftOverError, RoomMadeError, save
 from megatrain.config.choice import Updates
 from megatrain.errors import CallbackError, DivergedError, MegatrainError, RankError, as_ours, first_line
 from megatrain.train.faults.recovery import newest_point
@@ -171,10 +171,14 @@ def _save(
         keep_too=run.evaluator.kept_steps.union(good.kept),
     )
     try:
-        path = saved()
-    except RoomMadeError as full:
-        _log.warning("%s", full)
-        path = saved()
+        try:
+            path = saved()
+        except RoomMadeError as full:
+            _log.warning("%s", full)
+            path = saved()
+    except LeftOverError as left:
+        path = left.path
+        _log.warning("%s", left)
     run.save_s = time.monotonic() - began_s
     run.tell_of(step, "checkpoint")
     return path

@@ -163,18 +163,18 @@ class NodeSaves:
         if self._ranks.rank > 0 or not self._is_begun:
             self._is_begun = False
             return
-        self._is_begun = False
         self.waited_s = max(seconds for seconds, _ in found)
         if reason is not None:
             self._stop(OutputError(reason))
-            return
-        self._others.files.set_result(
-            {
-                name: FileEntry(name=name, num_bytes=num_bytes, digests=tuple(digests))
-                for _, entries in found
-                for name, num_bytes, digests in entries
-            }
-        )
+        else:
+            self._others.files.set_result(
+                {
+                    name: FileEntry(name=name, num_bytes=num_bytes, digests=tuple(digests))
+                    for _, entries in found
+                    for name, num_bytes, digests in entries
+                }
+            )
+        self._is_begun = False  # only now: an error before has `give_up` end what waits for it
 
     def give_up(self, error: Exception) -> None:
         """End what is being written, if the others are not asked any more: this rank ends in an error."""
@@ -185,7 +185,8 @@ class NodeSaves:
             self._stop(error)
         elif self._writer is not None:
             self._writer.fail(error)
-            self._end()
+            with suppress(Exception):  # that the run ends is known
+                self._end()
 
     # -- inside ---------------------------------------------------------------------------------------------
 

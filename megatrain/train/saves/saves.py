@@ -23,6 +23,7 @@ from megatrain.errors import HardwareError, MegatrainError, OutputError, first_l
 from megatrain.model.adapters.adapt import has_adapters
 from megatrain.plan.cost.saved_bytes import checkpoint_bytes
 from megatrain.train.adapters import base_of
+from megatrain.train.evaluate.best_tracker import Best
 from megatrain.train.planning.save_interval import SaveInterval, is_behind, wear_interval
 from megatrain.train.planning.space import rated_bytes
 from megatrain.train.records.directory import MovedError, RunDirectory
@@ -43,7 +44,8 @@ class _Begun:
 
     step: int
     tokens: int
-    is_best: bool
+    best: Best | None
+    """The evaluation of this step, if it was the best one."""
     began_s: float
     stopped_s: float = 0.0
     """Seconds for which the run stopped when it was begun."""
@@ -92,6 +94,8 @@ class Saves:
         self._run, self._directory = run, directory
         self._newest = None if newest is None else (run.step, newest)
         self._begun: _Begun | None = None
+        self._best = run.evaluator.best_tracker.best
+        """The best evaluation whose checkpoint is whole."""
         self._saver: Saver | None = None
         settings = run.config.checkpoint
         self._interval = SaveInterval(settings.every, run.loader.steps_per_epoch, wear_s=_wear_interval(run))
@@ -167,6 +171,8 @@ class Saves:
             raise
         finally:
             self._give_up()
+            if self._begun is None and self._saver.is_saving:  # interrupted before that was noted
+                self._saver.writer.fail(_GivenUpError())
             self._saver.close()
             guard.hold(None)
 
@@ -188,8 +194,20 @@ class Saves:
             return
         self._finish()
         run = self._run
-        if not run.ranks.tell(run.ranks.rank > 0 or self._directory.is_in_place()):
-            self._save_now()  # where it is now, or anew, and the run ends
+        is_in_place, unseen = True, ""
+        if run.ranks.rank == 0:
+            try:
+                is_in_place = self._directory.is_in_place()
+            except OutputError as error_of_look:
+                unseen = str(error_of_look)
+        is_in_place, unseen = run.ranks.tell((is_in_place, unseen))
+        if unseen:
+            self._failed(self._start(), OutputError(unseen))
+            return
+        if not is_in_place:  # it is saved where it is now, or anew, and the run ends
+            failed = self._save_now()
+            if failed is not None:
+                raise failed
             return
         begun = self._start()
         meta = run.meta()  # waits for updates in the background
@@ -211,8 +229,10 @@ class Saves:
         if self._nodes is not None:
             self._nodes.settle(reason)
         if self._saver is not None and self._saver.is_saving:  # another node has failed
-            with suppress(OutputError):
+            try:
                 self._saver.result()
+            except OutputError as told:  # it may say what went to make room
+                error = told
         self._failed(begun, error or OutputError(reason))
 
     def tell(self) -> None:
@@ -287,8 +307,15 @@ class Saves:
         run = self._run
         self._interval.begun()
         run.last_good.save(run.step, self._keep_last)
-        is_best = run.evaluator.best_tracker.best_step == run.step
-        return _Begun(run.step, run.tokens, is_best, time.monotonic())
+        best = run.evaluator.best_tracker.best
+        is_best = best is not None and best.step == run.step
+        return _Begun(run.step, run.tokens, best if is_best else None, time.monotonic())
+
+    @property
+    def _keep_until(self) -> frozenset[int]:
+        """The steps that are kept until the next checkpoint is whole: the best one of before."""
+        is_kept = self._best is not None and bool(self._run.evaluator.kept_steps)
+        return frozenset([self._best.step]) if self._best is not None and is_kept else frozenset()
 
     def _save_now(self) -> OutputError | None:
         """Save the newest step, and return when it is on the disk, with what has kept it from that."""
@@ -308,6 +335,7 @@ class Saves:
                             meta=meta,
                             keep_last=self._keep_last,
                             keep_too=self._keep_too,
+                            keep_until=self._keep_until,
                         )
                 except MovedError:
                     raise
@@ -343,6 +371,7 @@ class Saves:
             write_first=contents.write_tokenizer,
             keep_last=self._keep_last,
             keep_too=self._keep_too,
+            keep_until=self._keep_until,
         )
         if run.ranks.size > 1:
             wanted = replace(wanted, passed=contents.lend)
@@ -352,6 +381,8 @@ class Saves:
         try:
             with run.watched(_save_of(run.step), moves=True), self._directory.found():
                 saver.begin(wanted, run.engine.arrangement.guard.order, contents.away)
+        except MovedError:
+            raise
         except OutputError as error:
             failed = error
         finally:
@@ -421,6 +452,7 @@ class Saves:
     def _done(self, begun: _Begun, path: Path, waited_s: float, *, by_itself: bool = False) -> None:
         run = self._run
         self._newest = begun.step, path
+        self._best = begun.best or self._best
         run.save_s = time.monotonic() - begun.began_s
         self._interval.took(waited_s)
         run.tell_of(begun.step, "checkpoint", seconds=round(run.save_s, 3), waited_s=round(waited_s, 3))
@@ -428,7 +460,7 @@ class Saves:
             run.experts.write(self._directory.experts)
         if by_itself and run.ranks.size > 1:
             return  # callbacks of all ranks are called together
-        if begun.is_best:
+        if begun.best is not None:
             run.callbacks.best(run.evaluator.best_tracker.best_loss, begun.step, str(path))
         run.callbacks.at(begun.step, tokens=begun.tokens)
         run.callbacks.call("on_save")
@@ -437,6 +469,9 @@ class Saves:
     def _failed(self, begun: _Begun, error: BaseException) -> None:
         run = self._run
         run.last_good.lose(begun.step)
+        tracker = run.evaluator.best_tracker
+        if begun.best is not None and begun.best == tracker.best and run.evaluator.kept_steps:
+            tracker.go_back(self._best)
         run.tell_of(begun.step, "unsaved", reason=str(error))
         if run.ranks.rank == 0:
             _log.warning(

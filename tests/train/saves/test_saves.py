@@ -23,8 +23,10 @@ from megatrain.checkpoint.saver import Saver
 from megatrain.errors import OutputError
 from megatrain.stream.execute.guard import StateGuard
 from megatrain.train import loop
+from megatrain.train.evaluate.best_tracker import BestTracker
 from megatrain.train.loop import train
 from megatrain.train.planning.save_interval import SaveInterval
+from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.json_lines import read_rows
 from tests.train.project import make_config, write_corpus, write_model_with_experts
 from tests.train.test_adapters import config_of, write_base
@@ -270,6 +272,66 @@ def test_the_last_save_finds_room_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in find(own / "checkpoints")] == ["step-00000006", "step-00000004"]
     name = "checkpoints/step-00000006/state/block-00000.safetensors"
     assert (own / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_best_checkpoint_stays_if_the_next_best_one_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    class Fails(files.FileCalls):
+        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
+            self._check(descriptor)
+            return super().write_at(descriptor, data, offset)
+
+        def write(self, descriptor: int, data: memoryview) -> int:
+            self._check(descriptor)
+            return super().write(descriptor, data)
+
+        def _check(self, descriptor: int) -> None:
+            if "tmp-step-00000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    take = BestTracker.take
+
+    def taken(tracker: BestTracker, step: int, loss: float, name: str, *, min_delta: float) -> bool:
+        return take(tracker, step, {2: 2.0, 4: 1.0}.get(step, 3.0), name, min_delta=min_delta)
+
+    monkeypatch.setattr(BestTracker, "take", taken)
+    monkeypatch.setattr(files, "system", Fails())
+    config = make_config(
+        tmp_path,
+        train={"steps": 8},
+        data={"val_size": 0.05},
+        eval={"every": 2, "keep_best": True, "load_best": True},
+        checkpoint={"every": 2, "keep_last": 1, "background": background},
+    )
+    train(config)  # its end loads the best one
+    run = tmp_path / "run"
+    assert [path.name for path in find(run / "checkpoints")] == ["step-00000008", "step-00000002"]
+    assert verify(run / "checkpoints/step-00000008").meta["evaluation"]["best_step"] == 2
+    weights = [
+        (place / "model.safetensors").read_bytes() for place in (run / "hf", *find(run / "checkpoints"))
+    ]
+    assert weights[0] == weights[2] != weights[1]
+
+
+def test_a_directory_that_cannot_be_looked_at_costs_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+    is_in_place = RunDirectory.is_in_place
+
+    def looked(directory: RunDirectory) -> bool:
+        looks.append(directory.path)
+        if len(looks) == 1:
+            raise OutputError(f"megatrain cannot look at {directory.path}: Stale file handle")
+        return is_in_place(directory)
+
+    monkeypatch.setattr(RunDirectory, "is_in_place", looked)
+    own = run_of(tmp_path, "own", "bf16")
+    assert [path.name for path in find(own / "checkpoints")] == ["step-00000006", "step-00000004"]
+    (row,) = [row for row in read_rows(own / "events.jsonl") if row["event"] == "unsaved"]
+    assert (row["step"], "Stale file handle" in row["reason"]) == (2, True)
 
 
 def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
