@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatrain.errors import CheckpointError, OutputError, warn_once
+from megatrain.errors import CheckpointError, OutputError, is_full, warn_once
 from megatrain.filesystems import named_filesystem
 from megatrain.hardware import GIB
 from megatrain.hardware.cores import allowed_cpus
@@ -212,7 +212,7 @@ class Drive:
                 if self.num_bytes:
                     calls.system.fallocate(self._buffered, self.num_bytes)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if is_full(error):
                     calls.system.truncate(self._buffered, 0)  # give back what there was
                 raise
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatrain.errors import CapacityError, ConfigError, OutputError
+from megatrain.errors import CapacityError, ConfigError, OutputError, is_full
 from megatrain.hardware import GIB
 from megatrain.hardware.this_machine import free_bytes
 from megatrain.store.drives import system as calls
@@ -27,7 +27,7 @@ def drive_errors(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         cause = error.strerror or str(error) or type(error).__name__
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise CapacityError(
                 f"cannot {action} {path}: {cause}; free some space there, or name another drive in "
                 "memory.tiers.nvme"
