@@ -6,7 +6,6 @@ once. Damage that is found then lets go of all that was made, and the run begins
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,8 +100,7 @@ class Beginning:
                 is_alone = self._num_ranks == 1  # others do not know of the error
                 if self._resume != "auto" or not (is_alone and is_loaded) or error.path in self._damaged:
                     raise
-                self._damaged[error.path] = error.reason
-            gc.collect()  # what was made is let go of only now that the error, and its frames, are gone
+                self._damaged[error.path] = error.reason  # `plan_memory` lets go of what was made
 
     def _is_read_later(self, name: str) -> bool:
         """Return whether a file of a checkpoint is compared as it is loaded.

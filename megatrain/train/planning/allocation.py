@@ -62,7 +62,7 @@ def plan_memory(
         CapacityError: The run does not fit; nothing was allocated.
         WearError: The run uses up its drives, and the settings do not accept that.
     """
-    gc.collect()  # an earlier run of this process has left its state in cycles, which counts as taken
+    gc.collect()  # a run or an attempt before has left its state in cycles, which counts as taken
     spec = machine_for(config, measure, lately)
     try:
         planned = plan_training(config, model, spec, ranks, lately=lately, **of_run)

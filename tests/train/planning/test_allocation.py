@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatrain.errors import CapacityError
-from megatrain.train.loop import train_step
+from megatrain.train import loop
+from megatrain.train.loop import train, train_step
+from megatrain.train.planning import allocation
 from megatrain.train.run import Run, prepare
 from tests.train.project import make_config
 
@@ -80,3 +84,31 @@ def test_what_fits_as_planned_is_not_refused(tmp_path: Path, updates: str) -> No
     train_step(run)
     assert (set(run.engine.choice.gradients), run.engine.choice.updates) == ({gradients}, updates)
     run.engine.close()
+
+
+def test_state_of_a_run_before_is_let_go_of_before_memory_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in cycles: a second run in one process, as in a notebook, would find its memory taken."""
+    states: list[weakref.ref[Any]] = []
+    lived: list[list[bool]] = []
+    prepare, machine_for = loop.prepare, allocation.machine_for
+
+    def prepared(*args: Any, **given: Any) -> Any:
+        run = prepare(*args, **given)
+        states.append(weakref.ref(run.engine.host))
+        return run
+
+    def looked(*args: Any, **given: Any) -> Any:
+        lived.append([state() is not None for state in states])
+        return machine_for(*args, **given)
+
+    monkeypatch.setattr(loop, "prepare", prepared)
+    monkeypatch.setattr(allocation, "machine_for", looked)
+    gc.disable()
+    try:
+        for out in ("first", "second"):
+            train(make_config(tmp_path, out, train={"steps": 1}, optim={"warmup_steps": 0}))
+    finally:
+        gc.enable()
+    assert lived == [[], [False]]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import shlex
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +23,8 @@ from megatrain.model.profile.anatomy import Anatomy
 from megatrain.plan.cost.economics import economics
 from megatrain.plan.search.request import PROGRAM_BYTES, USABLE_DEVICE, USABLE_HOST
 from megatrain.recipes import shapes
-from megatrain.train import loop
 from megatrain.train.loop import train
-from megatrain.train.planning import allocation, micro_batches, plan_report
+from megatrain.train.planning import micro_batches, plan_report
 from megatrain.train.planning.asking import ask
 from megatrain.train.planning.plan_report import plan_text
 from megatrain.train.planning.plan_run import plan_run
@@ -604,31 +601,3 @@ def test_a_budget_is_chosen_where_it_makes_a_compiled_run_faster(
     assert budget in chosen
     assert asked.request.budget == budget
     assert any(f"train.activation_budget={budget}" in note for note in asked.notes) == (budget < 1)
-
-
-def test_state_of_a_run_before_is_let_go_of_before_memory_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is in cycles: a second run in one process, as in a notebook, would find its memory taken."""
-    states: list[weakref.ref[Any]] = []
-    lived: list[list[bool]] = []
-    prepare, machine_for = loop.prepare, allocation.machine_for
-
-    def prepared(*args: Any, **given: Any) -> Any:
-        run = prepare(*args, **given)
-        states.append(weakref.ref(run.engine.host))
-        return run
-
-    def looked(*args: Any, **given: Any) -> Any:
-        lived.append([state() is not None for state in states])
-        return machine_for(*args, **given)
-
-    monkeypatch.setattr(loop, "prepare", prepared)
-    monkeypatch.setattr(allocation, "machine_for", looked)
-    gc.disable()
-    try:
-        for out in ("first", "second"):
-            train(make_config(tmp_path, out, train={"steps": 1}, optim={"warmup_steps": 0}))
-    finally:
-        gc.enable()
-    assert lived == [[], [False]]
