@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 TOLD = (DivergedError, CallbackError, MovedError)
 """The errors that say themselves what is saved: a run that diverged goes back, and what a callback's error
 leaves is saved, as is what a directory that was moved leaves."""
+NOT_IN_RAM = "not all of its state is in RAM, so nothing is saved"
 
 
 @contextmanager
@@ -98,9 +99,6 @@ def held(run: Run) -> tuple[int, str]:
     if run.engine.host.on_device.held:
         return 0, NOT_IN_RAM
     return num_held, ""
-
-
-NOT_IN_RAM = "not all of its state is in RAM, so nothing is saved"
 
 
 def not_saved(why: str, run: Run, directory: RunDirectory) -> str:

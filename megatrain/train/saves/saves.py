@@ -314,8 +314,9 @@ class Saves:
     @property
     def _keep_until(self) -> frozenset[int]:
         """The steps that are kept until the next checkpoint is whole: the best one of before."""
-        is_kept = self._best is not None and bool(self._run.evaluator.kept_steps)
-        return frozenset([self._best.step]) if self._best is not None and is_kept else frozenset()
+        if self._best is None or not self._run.evaluator.kept_steps:
+            return frozenset()
+        return frozenset([self._best.step])
 
     def _save_now(self) -> OutputError | None:
         """Save the newest step, and return when it is on the disk, with what has kept it from that."""
