@@ -36,6 +36,7 @@ from megatrain.train import hang as hang_end
 from megatrain.train import loop
 from megatrain.train.evaluate.evaluator import Evaluator
 from megatrain.train.planning.elastic import Elastic
+from tests.disks import WatchedWrites
 from tests.train.project import make_config
 
 SLOW_S = 1.3
@@ -121,25 +122,16 @@ def fail(step: int) -> None:
     loop.train_step = failing
 
 
-class HungDisk(files.FileCalls):
+class HungDisk(WatchedWrites):
     """A disk on which one write never ends."""
 
     def __init__(self, name: str, after: int = 0) -> None:
         """Hang in a write of what has this in its path, the one after so many others."""
         self._name, self._left = name, after
 
-    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Write, or hang."""
-        self._hang(descriptor)
-        return super().write_at(descriptor, data, offset)
-
-    def write(self, descriptor: int, data: memoryview) -> int:
-        """Write, or hang."""
-        self._hang(descriptor)
-        return super().write(descriptor, data)
-
-    def _hang(self, descriptor: int) -> None:
-        if self._name in os.readlink(f"/proc/self/fd/{descriptor}"):
+    def before_write(self, path: str, num_bytes: int) -> None:
+        """Hang, or not."""
+        if self._name in path:
             self._left -= 1
             if self._left < 0:
                 never_comes_back()

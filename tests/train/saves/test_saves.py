@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megatrain.train.loop import train
 from megatrain.train.planning.save_interval import SaveInterval
 from megatrain.train.records.directory import RunDirectory
 from megatrain.train.records.json_lines import read_rows
+from tests.disks import FailingWrites, SmallDisk, WatchedWrites
 from tests.train.project import make_config, write_corpus, write_model_with_experts
 from tests.train.test_adapters import config_of, write_base
 
@@ -178,18 +178,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_run_goes_on_after_a_save_that_found_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
 ) -> None:
-    class Full(files.FileCalls):
+    class Full(WatchedWrites):
         is_full = False
 
-        def write(self, descriptor: int, data: memoryview) -> int:
-            if self.is_full and "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        def before_write(self, path: str, num_bytes: int) -> None:
+            if self.is_full and "checkpoints" in path:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().write(descriptor, data)
-
-        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
-            if self.is_full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().write_at(descriptor, data, offset)
 
     whole = run_of(tmp_path, "whole", "bf16")
     full, step_of = Full(), loop.train_step
@@ -222,31 +216,6 @@ def _and_wait(begin: Any) -> Any:
     return waits
 
 
-class Small(files.FileCalls):
-    """A disk on which the checkpoints of a run may take so many bytes."""
-
-    def __init__(self, run: Path, num_bytes: int) -> None:
-        self._root, self._num_bytes = run / "checkpoints", num_bytes
-
-    def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
-        self._check(descriptor, len(data))
-        return super().write_at(descriptor, data, offset)
-
-    def write(self, descriptor: int, data: memoryview) -> int:
-        self._check(descriptor, len(data))
-        return super().write(descriptor, data)
-
-    def _check(self, descriptor: int, num_bytes: int) -> None:
-        if str(self._root) not in os.readlink(f"/proc/self/fd/{descriptor}"):
-            return
-        for parent, _, names in os.walk(self._root):
-            for name in names:
-                with suppress(FileNotFoundError):
-                    num_bytes += os.lstat(os.path.join(parent, name)).st_size
-        if num_bytes > self._num_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("background", [True, False])
 def test_a_disk_with_room_for_two_checkpoints_of_three_that_are_kept_has_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
@@ -254,7 +223,7 @@ def test_a_disk_with_room_for_two_checkpoints_of_three_that_are_kept_has_the_las
     """Every save that finds no room takes the oldest, so the next one has room."""
     whole = run_of(tmp_path, "whole", "bf16")
     each = sum(len(data) for name, data in contents(whole).items() if "step-00000002" in name)
-    monkeypatch.setattr(files, "system", Small(tmp_path / "own/run", int(2.9 * each)))
+    monkeypatch.setattr(files, "system", SmallDisk(tmp_path / "own/run/checkpoints", int(2.9 * each)))
     own = run_of(tmp_path, "own", "bf16", every=1, keep_last=2, background=background)
     found = [path.name for path in find(own / "checkpoints")]
     assert found[0] == "step-00000006"
@@ -267,7 +236,7 @@ def test_a_disk_with_room_for_two_checkpoints_of_three_that_are_kept_has_the_las
 def test_the_last_save_finds_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_of(tmp_path, "whole", "bf16")
     each = sum(len(data) for name, data in contents(whole).items() if "step-00000002" in name)
-    monkeypatch.setattr(files, "system", Small(tmp_path / "own/run", int(2.9 * each)))
+    monkeypatch.setattr(files, "system", SmallDisk(tmp_path / "own/run/checkpoints", int(2.9 * each)))
     own = run_of(tmp_path, "own", "bf16", keep_last=2, background=False)
     assert [path.name for path in find(own / "checkpoints")] == ["step-00000006", "step-00000004"]
     name = "checkpoints/step-00000006/state/block-00000.safetensors"
@@ -278,26 +247,13 @@ def test_the_last_save_finds_room_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_best_checkpoint_stays_if_the_next_best_one_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    class Fails(files.FileCalls):
-        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
-            self._check(descriptor)
-            return super().write_at(descriptor, data, offset)
-
-        def write(self, descriptor: int, data: memoryview) -> int:
-            self._check(descriptor)
-            return super().write(descriptor, data)
-
-        def _check(self, descriptor: int) -> None:
-            if "tmp-step-00000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     take = BestTracker.take
 
     def taken(tracker: BestTracker, step: int, loss: float, name: str, *, min_delta: float) -> bool:
         return take(tracker, step, {2: 2.0, 4: 1.0}.get(step, 3.0), name, min_delta=min_delta)
 
     monkeypatch.setattr(BestTracker, "take", taken)
-    monkeypatch.setattr(files, "system", Fails())
+    monkeypatch.setattr(files, "system", FailingWrites("tmp-step-00000004", errno.EIO))
     config = make_config(
         tmp_path,
         train={"steps": 8},
@@ -335,16 +291,7 @@ def test_a_directory_that_cannot_be_looked_at_costs_one_save(
 
 
 def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(files.FileCalls):
-        def write_at(self, descriptor: int, data: memoryview, offset: int) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def write(self, descriptor: int, data: memoryview) -> int:
-            if "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().write(descriptor, data)
-
-    monkeypatch.setattr(files, "system", Full())
+    monkeypatch.setattr(files, "system", FailingWrites("checkpoints", errno.ENOSPC))
     with pytest.raises(OutputError, match="No space"):
         train(make_config(tmp_path, checkpoint={"every": None}, train={"steps": 4}))
 
